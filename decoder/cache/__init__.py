@@ -1,0 +1,7 @@
+"""Caches: layout × codec × entry (floor 2)."""
+
+from decoder.cache.cache import Cache, Entry, LayerSpec, allocate
+from decoder.cache.codecs import Codec, Raw
+from decoder.cache.layouts import Contiguous, Layout
+
+__all__ = ["Cache", "Codec", "Contiguous", "Entry", "LayerSpec", "Layout", "Raw", "allocate"]

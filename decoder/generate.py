@@ -1,0 +1,219 @@
+"""Text in, text out: the façade over checkpoint, model, strategy and text.
+
+    lm = decoder.load("smollm2-135m-instruct")
+    print(lm.generate("The three laws of thermodynamics are", max_new_tokens=64).text)
+"""
+
+import functools
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from decoder.checkpoint import DEFAULT, Checkpoint
+from decoder.checkpoint import load as load_checkpoint
+from decoder.decoding import Decoding, Stream
+from decoder.models import registry
+from decoder.programs import LOOP, Clock, Programs
+from decoder.reader import Reader, Request
+from decoder.session import Session
+from decoder.settings import Settings, gather_settings
+from decoder.types import Model
+
+
+class LM:
+  """A loaded model that writes; built by `load`.
+
+  tokenizer: None if the checkpoint has none. model, params: `Model(forward, head)` and its parameters, for those who
+  want only the step. context: longest sequence in tokens.
+  """
+
+  def __init__(
+    self, checkpoint: Checkpoint, dtype: Any, *, load_s: float = 0.0, announce: Callable[[str], None] | None = None
+  ):
+    self.name, self.config, self.generation = checkpoint.name, checkpoint.config, checkpoint.generation
+    self.tokenizer, self.params = checkpoint.tokenizer, checkpoint.params
+    self.network = registry.build(checkpoint.config, dtype)
+    self.load_s, self._clock = load_s, Clock(announce)
+    self._programs: dict[tuple, Programs] = {}
+
+  @property
+  def model(self) -> Model:
+    return self.network.model
+
+  @property
+  def context(self) -> int:
+    return self.network.context
+
+  @functools.cached_property
+  def ends(self) -> tuple[int, ...]:
+    """Every id that ends a text: by generation config, config and tokenizer (EOS and end of a chat turn)."""
+    ids = list(self.tokenizer.eos_ids) if self.tokenizer else []
+    for source in (self.generation, self.config):
+      named = source.get("eos_token_id")
+      ids += named if isinstance(named, list | tuple) else [named]
+    return tuple(sorted({int(i) for i in ids if i is not None and 0 <= i < self.network.vocab_size}))
+
+  def encode(self, prompt: Any, add_bos: bool | None = None) -> tuple[int, ...]:
+    """Ids of a text, of a conversation (dicts with role and content), or of ids. ValueError if empty or unknown."""
+    if isinstance(prompt, str):
+      ids = self._text().encode(prompt, add_bos=add_bos)
+      if not ids:
+        raise ValueError("the prompt is empty and this model has no beginning-of-text token; give it some text")
+    elif len(prompt) and isinstance(prompt[0], Mapping):
+      ids = self._text().encode_chat(prompt)
+    else:
+      ids = list(prompt)
+      if not ids:
+        raise ValueError("the prompt has no tokens; give it at least one")
+    for token in ids:
+      if not isinstance(token, int | np.integer) or not 0 <= token < self.network.vocab_size:
+        raise ValueError(f"prompt token {token!r} is not an id of this model, 0 … {self.network.vocab_size - 1}")
+    return tuple(int(token) for token in ids)
+
+  def generate(self, prompt: Any, settings: Settings | Sequence[Settings] | None = None, **changes: Any) -> Any:
+    """Completes a prompt: a Result; for a list of prompts a list of them; with n > 1 a list of n for each prompt.
+
+    prompt: a text, a list of token ids, or a conversation (list of dicts with role and content); or a list of those,
+    which are decoded together. settings: one for all or one a prompt; keywords change them, see Settings. Raises
+    ValueError for settings or prompts that make no sense, before any compute.
+    """
+    many = _is_batch(prompt)
+    groups = self._requests(list(prompt) if many else [prompt], settings, changes)
+    if not groups:
+      return []
+    decoding = self.start([request for group in groups for request in group])
+    while not decoding.done:
+      decoding.advance(LOOP)
+    results = iter(decoding.results(self.load_s))
+    grouped = [[next(results) for _ in group] for group in groups]
+    answers = [group if group[0].settings.n > 1 else group[0] for group in grouped]
+    return answers if many else answers[0]
+
+  def stream(self, prompt: Any, settings: Settings | None = None, **changes: Any) -> Stream:
+    """Completes one prompt as an iterator of text deltas, a `Stream`; its `.result` holds the Result at the end."""
+    if _is_batch(prompt):
+      raise ValueError("stream() takes one prompt; for several use generate()")
+    return Stream(self.start([self.request(prompt, settings, **changes)]), self.load_s)
+
+  def session(self, capacity: int | None = None) -> Session:
+    """A conversation that keeps its cache from turn to turn."""
+    return Session(self, capacity)
+
+  def warm_up(self, batch: int = 1, lengths: Sequence[int] = (16,), capacity: int | None = None) -> float:
+    """Compiles ahead for batches of this size and prompts of these lengths in tokens; returns the seconds it took."""
+    start = time.perf_counter()
+    for length in lengths:
+      self.generate([[0] * length] * batch, max_new_tokens=2, ignore_eos=True, capacity=capacity)
+    return time.perf_counter() - start
+
+  def request(self, prompt: Any, settings: Settings | None = None, **changes: Any) -> Request:
+    """One prompt with settings, checked against this model. ValueError for n > 1."""
+    (group,) = self._requests([prompt], settings, changes)
+    if len(group) > 1:
+      raise ValueError(f"a stream writes one text, got n={len(group)}; use generate()")
+    return group[0]
+
+  def start(self, requests: Sequence[Request], cache: Any = None, held: int = 0) -> Decoding:
+    """Begins to decode requests together; `Decoding.advance` does the work."""
+    if len({_order(request.settings) for request in requests}) > 1:
+      raise ValueError("prompts decoded together need the same transforms in the same order; numbers may differ")
+    programs = self.programs(requests[0].settings)
+    readers = [Reader(request, self.tokenizer) for request in requests]
+    return Decoding(
+      programs, requests, readers, context=self.context, compiled_s=lambda: self._clock.seconds, cache=cache, held=held
+    )
+
+  def programs(self, settings: Settings) -> Programs:
+    """The compiled programs for chains of these settings' order; made once."""
+    order = _order(settings)
+    if order not in self._programs:
+      vocab = self.tokenizer.vocab_size if self.tokenizer else None
+      self._programs[order] = Programs(self.network, self.params, settings.chain(), vocab, self._clock)
+    return self._programs[order]
+
+  def _text(self) -> Any:
+    if self.tokenizer is None:
+      raise ValueError(f"{self.name} came without a tokenizer; pass token ids, or add tokenizer.json to the checkpoint")
+    return self.tokenizer
+
+  def _requests(self, prompts: list, settings: Any, changes: dict[str, Any]) -> list[list[Request]]:
+    """For each prompt its n requests."""
+    each = settings if isinstance(settings, list | tuple) else [settings] * len(prompts)
+    if len(each) != len(prompts):
+      raise ValueError(f"got {len(each)} settings for {len(prompts)} prompts; give one for all or one each")
+    return [self._group(prompt, gather_settings(chosen, changes)) for prompt, chosen in zip(prompts, each)]
+
+  def _group(self, prompt: Any, settings: Settings) -> list[Request]:
+    if settings.stop:
+      self._text()  # stop strings are found in text
+    room = min(self.context, settings.capacity or self.context)
+    ids, cut = self._fit(self.encode(prompt, settings.add_bos), settings, room)
+    limit = room if settings.max_new_tokens is None else len(ids) + settings.max_new_tokens
+    if limit > room or settings.max_new_tokens is None:
+      cut = "context"
+    seed = secrets.randbits(32) if settings.seed is None else settings.seed
+    ends = () if settings.ignore_eos else self.ends
+    return [Request(ids, settings, seed, sample, min(limit, room), ends, cut) for sample in range(settings.n)]
+
+  def _fit(self, ids: tuple[int, ...], settings: Settings, room: int) -> tuple[tuple[int, ...], str | None]:
+    """The prompt, shortened where asked, so that up to a quarter of the room is left for the answer."""
+    if len(ids) < room:
+      return ids, None
+    if settings.truncate is None:
+      name = "context" if room == self.context else "capacity"
+      raise ValueError(
+        f"the prompt has {len(ids)} tokens, the {name} holds {room} with at least one new one; "
+        "shorten it, or set truncate to 'left' or 'middle'"
+      )
+    answer = room if settings.max_new_tokens is None else settings.max_new_tokens
+    size = room - max(1, min(answer, room // 4))
+    begins = self.tokenizer is not None and self.tokenizer.bos_id == ids[0]
+    head = size // 2 if settings.truncate == "middle" else int(begins)
+    return (*ids[:head], *ids[len(ids) - (size - head) :]), "prompt"
+
+
+def load(
+  name: str | Path = DEFAULT,
+  *,
+  dtype: Any = None,
+  cache_dir: str | Path | None = None,
+  announce: Callable[[str], None] | None = None,
+) -> LM:
+  """A model by registered name, path (GGUF file, Hugging Face or Orbax directory) or `hf:org/name`.
+
+  dtype: of weights and compute; None is float32 on CPU, bfloat16 elsewhere. cache_dir: where fetched models and
+  compiled programs are kept; default the user's cache directory. announce: told in words before each compilation.
+  Unless JAX's compilation cache is set already, it is set to a folder there, so that a second process compiles
+  nothing. Raises CheckpointError (a ValueError) that says what was wrong and what to do.
+  """
+  start = time.perf_counter()
+  _keep_compilations(cache_dir)
+  dtype = jax.numpy.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+  checkpoint = load_checkpoint(name, dtype, cache_dir=cache_dir)
+  lm = LM(checkpoint, dtype, announce=announce)
+  lm.load_s = time.perf_counter() - start
+  return lm
+
+
+def _keep_compilations(cache_dir: str | Path | None) -> None:
+  from decoder.checkpoint.hub import cache_directory
+
+  if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update("jax_compilation_cache_dir", str(cache_directory(cache_dir) / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _order(settings: Settings) -> tuple:
+  return tuple((t.update, t.observe) for t in settings.transforms)
+
+
+def _is_batch(prompt: Any) -> bool:
+  """A list of prompts, rather than one that is itself a list (of ids, of messages)."""
+  if isinstance(prompt, str) or not len(prompt):
+    return not isinstance(prompt, str) and isinstance(prompt, list | tuple)
+  return isinstance(prompt[0], str | list | tuple | np.ndarray)

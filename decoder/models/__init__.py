@@ -1,0 +1,1 @@
+"""Networks as Flax Linen modules (floor 3)."""

@@ -1,0 +1,118 @@
+"""Parts that decoder-only transformers share, as Flax Linen modules with the cache as argument and result.
+
+A module is its frozen configuration; weights are [out, in], named as in `checkpoint/mapping.py`.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from decoder.cache import Cache
+from decoder.ops.attention import Query
+from decoder.ops.linear import linear
+from decoder.ops.norm import rms_norm
+from decoder.ops.rope import Rope, rotate
+from decoder.types import Array
+
+_init = nn.initializers.normal(0.02)
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+  "silu": jax.nn.silu,
+  "swish": jax.nn.silu,
+  "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+  "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+  "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+  "relu": jax.nn.relu,
+}
+
+
+class Embedding(nn.Module):
+  """A table of token vectors."""
+
+  size: int
+  features: int
+
+  @nn.compact
+  def __call__(self) -> Array:
+    """The table [V, D]; callers index it, and a tied head multiplies by it."""
+    return self.param("weight", _init, (self.size, self.features))
+
+
+class Linear(nn.Module):
+  """x [..., in] -> [..., out]."""
+
+  features: int
+  bias: bool = False
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    weight_FD = self.param("weight", _init, (self.features, x.shape[-1]))
+    bias_F = self.param("bias", nn.initializers.zeros, (self.features,)) if self.bias else None
+    return linear(x, weight_FD, bias_F)
+
+
+class RMSNorm(nn.Module):
+  epsilon: float
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    return rms_norm(x, self.param("weight", nn.initializers.ones, (x.shape[-1],)), self.epsilon)
+
+
+class Attention(nn.Module):
+  """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) over one layer's cache entry.
+
+  rope: None for models without rotary positions. qkv_bias, out_bias: which projections carry a bias.
+  """
+
+  index: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  rope: Rope | None = None
+  window: int | None = None
+  qkv_bias: bool = False
+  out_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x_BTD: Array, positions_BT: Array, cache: Cache) -> tuple[Array, Cache]:
+    batch, tokens, width = x_BTD.shape
+
+    def project(name: str, heads: int) -> Array:
+      projected = Linear(heads * self.head_dim, self.qkv_bias, name=name)(x_BTD)
+      return projected.reshape(batch, tokens, heads, self.head_dim)
+
+    q_BTNH, k_BTKH, v_BTKH = project("q", self.heads), project("k", self.kv_heads), project("v", self.kv_heads)
+    turn = None
+    if self.rope is not None:
+
+      def turn(x: Array, positions: Array) -> Array:
+        return rotate(x, positions, self.rope, cache.extent_B)
+
+    entry = cache.layer(self.index).append(positions_BT, k_BTKH, v_BTKH, turn)
+    query = Query(q_BTNH, positions_BT, self.head_dim**-0.5, window=self.window, rotate=turn)
+    with jax.named_scope("attend"):
+      seen_BTNH, entry = entry.attend(query)
+    out = Linear(width, self.out_bias, name="o")(seen_BTNH.reshape(batch, tokens, -1))
+    return out, cache.with_layer(self.index, entry)
+
+
+class GatedMLP(nn.Module):
+  """down(act(gate(x)) · up(x)); with silu, SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+  hidden: int
+  activation: str = "silu"
+  bias: bool = False
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    gate = Linear(self.hidden, self.bias, name="gate")(x)
+    up = Linear(self.hidden, self.bias, name="up")(x)
+    return Linear(x.shape[-1], self.bias, name="down")(ACTIVATIONS[self.activation](gate) * up)
+
+
+def take_rows(table_VD: Array, tokens_BT: Array, dtype: jnp.dtype) -> Array:
+  """Token vectors [B, T, D] in the compute type. Ids are clipped: padding may hold any id."""
+  return jnp.take(table_VD, tokens_BT, axis=0, mode="clip").astype(dtype)

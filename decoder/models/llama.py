@@ -1,0 +1,154 @@
+"""The Llama family (Touvron et al. 2023, arXiv:2302.13971; 2307.09288; Grattafiori et al. 2024, arXiv:2407.21783).
+
+Also what differs from it by a bias or a window: Mistral (arXiv:2310.06825), Qwen2 (arXiv:2407.10671), SmolLM2.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from decoder.cache import Cache, LayerSpec
+from decoder.models import blocks
+from decoder.ops.linear import linear
+from decoder.ops.rope import Rope, rope
+from decoder.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+  """Fields of the published config.json, under their names there. `qkv_bias` and `window_layers` say what a
+  `model_type` implies without a field of its own."""
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_hidden_layers: int
+  num_attention_heads: int
+  num_key_value_heads: int
+  head_dim: int
+  max_position_embeddings: int
+  rms_norm_eps: float
+  rope_parameters: Mapping[str, Any]
+  hidden_act: str = "silu"
+  attention_bias: bool = False
+  qkv_bias: bool = False
+  mlp_bias: bool = False
+  tie_word_embeddings: bool = False
+  windows: tuple[int | None, ...] = ()  # by layer
+
+  @classmethod
+  def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
+    """From a config.json. Raises ValueError naming a missing or impossible field."""
+    need = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {}
+    for name in need:
+      sizes[name] = _positive(config, name, config.get(name))
+    heads = sizes["num_attention_heads"]
+    kv_heads = _positive(config, "num_key_value_heads", config.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+      raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    act = config.get("hidden_act", "silu")
+    if act not in blocks.ACTIVATIONS:
+      raise ValueError(f"unknown hidden_act {act!r}; known are {', '.join(sorted(blocks.ACTIVATIONS))}")
+    bias = bool(config.get("attention_bias", False))
+    return cls(
+      **sizes,
+      num_key_value_heads=kv_heads,
+      head_dim=_positive(config, "head_dim", config.get("head_dim") or sizes["hidden_size"] // heads),
+      max_position_embeddings=_positive(config, "max_position_embeddings", config.get("max_position_embeddings", 2048)),
+      rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+      rope_parameters=rope_parameters(config),
+      hidden_act=act,
+      attention_bias=bias,
+      qkv_bias=bias or config["model_type"] == "qwen2",
+      mlp_bias=bool(config.get("mlp_bias", False)),
+      tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+      windows=_windows(config, sizes["num_hidden_layers"]),
+    )
+
+
+class Llama(nn.Module):
+  """(tokens_BT, positions_BT, cache) -> (features_BTD after the last norm, cache)."""
+
+  config: LlamaConfig
+  dtype: Any
+
+  def setup(self) -> None:
+    c = self.config
+    self.embed = blocks.Embedding(c.vocab_size, c.hidden_size)
+    self.layers = [Layer(c, i, self._rope(), name=f"layers_{i}") for i in range(c.num_hidden_layers)]
+    self.norm = blocks.RMSNorm(c.rms_norm_eps)
+    self.head_table = self.embed if c.tie_word_embeddings else blocks.Embedding(c.vocab_size, c.hidden_size, name="head")
+
+  def __call__(self, tokens_BT: Array, positions_BT: Array, cache: Cache) -> tuple[Array, Cache]:
+    cache = cache.claim(positions_BT)
+    x_BTD = blocks.take_rows(self.embed(), tokens_BT, self.dtype)
+    for layer in self.layers:
+      x_BTD, cache = layer(x_BTD, positions_BT, cache)
+    return self.norm(x_BTD), cache
+
+  def head(self, features_BD: Array) -> Array:
+    """logits_BV."""
+    return linear(features_BD, self.head_table())
+
+  def cache_spec(self) -> tuple[LayerSpec, ...]:
+    """What the cache stores for each layer."""
+    c = self.config
+    return tuple(
+      LayerSpec("global" if w is None else "local", c.num_key_value_heads, c.head_dim, w) for w in c.windows
+    )
+
+  def _rope(self) -> Rope:
+    c = self.config
+    return rope(c.rope_parameters, c.head_dim, c.max_position_embeddings)
+
+
+class Layer(nn.Module):
+  """Pre-norm attention and gated MLP, each added to the residual stream."""
+
+  config: LlamaConfig
+  index: int
+  rope: Rope
+
+  @nn.compact
+  def __call__(self, x_BTD: Array, positions_BT: Array, cache: Cache) -> tuple[Array, Cache]:
+    c = self.config
+    attention = blocks.Attention(
+      self.index, c.num_attention_heads, c.num_key_value_heads, c.head_dim, self.rope,
+      window=c.windows[self.index], qkv_bias=c.qkv_bias, out_bias=c.attention_bias, name="attention",
+    )  # fmt: skip
+    with jax.named_scope("attention"):
+      seen, cache = attention(blocks.RMSNorm(c.rms_norm_eps, name="attention_norm")(x_BTD), positions_BT, cache)
+    x_BTD = x_BTD + seen
+    with jax.named_scope("mlp"):
+      normed = blocks.RMSNorm(c.rms_norm_eps, name="mlp_norm")(x_BTD)
+      return x_BTD + blocks.GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, name="mlp")(normed), cache
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+  """`rope_parameters` as transformers 5 writes them, from either spelling of config.json."""
+  merged = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default"}
+  for name in ("partial_rotary_factor", "original_max_position_embeddings"):
+    if config.get(name) is not None:
+      merged[name] = config[name]
+  return {**merged, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+  window = config.get("sliding_window")
+  if window is None or config.get("use_sliding_window") is False:
+    return (None,) * layers
+  if config["model_type"] == "qwen2" and not config.get("layer_types"):
+    full = config.get("max_window_layers", layers)  # the first layers of Qwen2 look at everything
+    return tuple(None if i < full else window for i in range(layers))
+  kinds = config.get("layer_types") or ["sliding_attention"] * layers
+  return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _positive(config: Mapping[str, Any], name: str, value: Any) -> int:
+  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    raise ValueError(f"config field {name!r} must be a positive integer, got {value!r}: is this the model's config.json?")
+  return value

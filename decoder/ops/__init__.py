@@ -1,0 +1,1 @@
+"""Pure array functions (floor 1)."""

@@ -1,0 +1,138 @@
+"""The edge where pure functions are jitted: which programs exist, for which shapes, compiled when.
+
+Shapes come in few sizes, so that nothing compiles after the first requests: prompts are read in chunks of a power of
+two, caches have a power of two of slots, batches a power of two of rows. Everything else is data.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from decoder.cache import Raw, allocate
+from decoder.models.registry import Network
+from decoder.sampling import LogitTransform, request_key
+from decoder.strategies import State, autoregressive, init, pending, run
+from decoder.strategies.loop import Run
+from decoder.types import Array, Emission
+
+CHUNK = 512  # most prompt tokens read at once: longer ones gain nothing and their scores take memory
+SMALLEST_CHUNK = 16
+SMALLEST_CAPACITY = 512
+LOOP = 64  # most steps in one device call: bounds how late a Ctrl-C or a stop string is noticed
+
+
+def bucket(size: int, smallest: int = 1) -> int:
+  """The power of two ≥ size and ≥ smallest."""
+  return max(smallest, 1 << max(size - 1, 0).bit_length())
+
+
+class Clock:
+  """Seconds spent compiling so far; `announce` is told before each."""
+
+  def __init__(self, announce: Callable[[str], None] | None = None):
+    self.seconds = 0.0
+    self.announce = announce
+
+  @contextlib.contextmanager
+  def compiling(self, what: str) -> Iterator[None]:
+    if self.announce:
+      self.announce(what)
+    start = time.perf_counter()
+    yield
+    self.seconds += time.perf_counter() - start
+
+
+class Programs:
+  """The compiled programs of one model under one order of transforms.
+
+  Each takes the State and gives a new one; the old one is donated, so its cache is updated in place.
+  """
+
+  def __init__(self, network: Network, params: Any, chain: LogitTransform, vocab_size: int | None, clock: Clock):
+    self._network, self._params, self._clock = network, params, clock
+    self._strategy = autoregressive(network.model, chain, vocab_size)
+    self._compiled: dict[tuple, Callable] = {}
+
+  def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> Any:
+    """A State for the requests in `fields` (numpy, see `_begin`), on a new cache, or on `cache`, which is given away."""
+    rows = fields["length_B"].shape[0]
+
+    def program(cache: Any, fields: dict[str, Any]) -> Any:
+      if cache is None:
+        cache = allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype))
+      return _begin(cache, fields)
+
+    key = ("begin", capacity, cache is None, _signature(fields))
+    return self._call(key, f"a cache for {rows} × {capacity} tokens", program, (0,), cache, fields)
+
+  def grow(self, cache: Any, capacity: int) -> Any:
+    """The same rows in a larger cache."""
+
+    def program(cache: Any) -> Any:
+      larger = allocate(self._network.cache_spec, cache.batch, capacity, codec=Raw(self._network.dtype))
+      return larger.insert(jax.numpy.arange(cache.batch), cache)
+
+    return self._call(("grow", cache.batch, cache.capacity, capacity), f"a cache for {capacity} tokens", program, (), cache)
+
+  def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
+    """Reads the prompts into the cache and draws the first token of each row.
+
+    lengths: tokens of each row's prompt. held: how many of them the cache holds already, of every row. Chunks are
+    aligned to the prompts' ends, so that the last chunk holds every row's last token.
+    """
+    start_B = np.zeros(state.length_B.shape, np.int32)  # rows that pad the batch keep length 0
+    start_B[: len(lengths)] = lengths
+    rest = max(lengths) - held
+    last = bucket(min(max(rest, 1), CHUNK), SMALLEST_CHUNK)
+    for before in range(-(-max(rest - last, 0) // CHUNK), 0, -1):
+      state = self._read_chunk(state, start_B - np.int32(last + before * CHUNK))
+    return self._read_last(state, start_B - np.int32(last), last)
+
+  def loop(self, state: State, limit: int) -> Run:
+    """Up to `limit` ≤ LOOP further steps."""
+
+    def program(params: Any, state: State, limit: Array) -> Run:
+      return run(self._strategy, params, state, limit, LOOP)
+
+    return self._call(("loop", _signature(state)), "the decode loop", program, (1,), self._params, state, np.int32(limit))
+
+  def _read_chunk(self, state: State, start_B: np.ndarray) -> State:
+    def program(params: Any, state: State, start_B: Array) -> State:
+      after, _ = self._strategy.forward(params, pending(state, start_B, CHUNK))
+      return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT)
+
+    return self._call(("chunk", _signature(state)), f"prompt chunks of {CHUNK}", program, (1,), self._params, state, start_B)
+
+  def _read_last(self, state: State, start_B: np.ndarray, size: int) -> tuple[State, Emission]:
+    def program(params: Any, state: State, start_B: Array) -> tuple[State, Emission]:
+      return self._strategy.step(params, pending(state, start_B, size))
+
+    key = ("read", size, _signature(state))
+    return self._call(key, f"prompts up to {size} tokens", program, (1,), self._params, state, start_B)
+
+  def _call(self, key: tuple, what: str, program: Callable, donate: tuple[int, ...], *arguments: Any) -> Any:
+    if key not in self._compiled:
+      with self._clock.compiling(what):
+        lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
+        self._compiled[key] = lowered.compile()
+    return self._compiled[key](*arguments)
+
+
+def _begin(cache: Any, fields: dict[str, Any]) -> State:
+  """fields: context_BL, length_B, limit_B, ends_BE as in State; seed_B (uint32), sample_B (int32), settings; held_B:
+  tokens of the cache to keep."""
+  cache = cache.truncate(fields["held_B"])
+  key_B = jax.vmap(request_key)(fields["seed_B"], fields["sample_B"])
+  rest = {name: fields[name] for name in ("context_BL", "length_B", "limit_B", "ends_BE", "settings")}
+  return init(cache, key_B=key_B, **rest)
+
+
+def _signature(tree: Any) -> tuple:
+  """The shapes that tell two compilations of a program apart."""
+  if isinstance(tree, State):
+    tree = (tree.context_BL, tree.ends_BE, tree.settings)
+  return tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(tree))

@@ -1,0 +1,60 @@
+"""A conversation whose cache lives on: each turn reads only what the cache does not hold yet."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from decoder.decoding import Decoding, Stream
+from decoder.programs import SMALLEST_CAPACITY, bucket
+from decoder.settings import Settings, gather_settings
+
+
+class Session:
+  """One row of cache and the ids it holds.
+
+  A prompt that begins like what is held is read from where it differs, at least one token of it; the text is the same
+  as without the session. The cache grows by doubling, up to the model's context.
+  """
+
+  def __init__(self, lm: Any, capacity: int | None = None):
+    self._lm, self._capacity = lm, capacity or min(lm.context, 4 * SMALLEST_CAPACITY)
+    self.clear()
+
+  @property
+  def held(self) -> int:
+    """Tokens in the cache."""
+    return len(self._ids)
+
+  def clear(self) -> None:
+    """Forgets everything."""
+    self._cache, self._ids = None, ()
+
+  def stream(self, prompt: Any, settings: Settings | None = None, **changes: Any) -> Stream:
+    """Like LM.stream; read or close the stream before the next turn."""
+    if self._ids and self._cache is None:
+      raise RuntimeError("the last stream of this session has not ended; read it to its end or close() it")
+    settings = gather_settings(settings, changes)
+    request = self._lm.request(prompt, settings)
+    wanted = min(bucket(request.limit, self._capacity), self._lm.context)
+    cache, held = self._cache, _shared(self._ids, request.prompt_ids)
+    if cache is None:
+      settings = gather_settings(settings, {"capacity": settings.capacity or wanted})
+      request.settings = settings
+    elif cache.capacity < wanted:
+      cache = self._lm.programs(settings).grow(cache, wanted)
+    self._cache = None  # given away until the stream ends
+    return Stream(self._lm.start([request], cache, held), self._lm.load_s, self._take_back)
+
+  def _take_back(self, decoding: Decoding) -> None:
+    self._cache, self._ids = decoding.state.cache, decoding.cached_ids()
+    if decoding.readers[0].finish_reason == "error":
+      self.clear()  # what is not finite would spread to every later turn
+
+
+def _shared(held: Sequence[int], wanted: Sequence[int]) -> int:
+  """Tokens at the start of `wanted` that need not be read; never all of them: something must be left to run."""
+  common = 0
+  for one, other in zip(held, wanted[:-1]):
+    if one != other:
+      break
+    common += 1
+  return common

@@ -1,0 +1,135 @@
+"""What a caller may ask of a generation, and what comes back."""
+
+import dataclasses
+import difflib
+import numbers
+from typing import Any
+
+from decoder.sampling import LogitTransform, chain, min_p, temperature, top_k, top_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """All settings of a request; every number is data to the compiled step, so changing one compiles nothing.
+
+  max_new_tokens: most tokens to write; 0 reads the prompt only, None goes on until the context is full.
+  temperature: 0 takes the most probable token. Then, in this order and each on what the one before left: top_k (None,
+  0, −1: off), top_p (None, 1: off), min_p (None, 0: off). transforms: LogitTransforms of your own, applied first, on
+  the model's float32 logits.
+  seed: of every draw, 0 … 2³² − 1; None takes a fresh one, which the result reports. n: samples of one prompt, each
+  with its own draws.
+  stop: strings that end the text and are left out of it, or kept with include_stop. ignore_eos: go on past end tokens.
+  add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
+  None refuses it. capacity: tokens the cache has room for; None chooses it.
+
+  Raises ValueError for a value that makes no sense, at construction.
+  """
+
+  max_new_tokens: int | None = 256
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  transforms: tuple[LogitTransform, ...] = ()
+  seed: int | None = None
+  n: int = 1
+  stop: tuple[str, ...] = ()
+  include_stop: bool = False
+  ignore_eos: bool = False
+  add_bos: bool | None = None
+  truncate: str | None = None
+  capacity: int | None = None
+
+  def __post_init__(self) -> None:
+    _whole("max_new_tokens", self.max_new_tokens, 0, None)
+    _whole("seed", self.seed, 0, 2**32 - 1)
+    _whole("n", self.n, 1, None)
+    _whole("capacity", self.capacity, 1, None)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+      value = getattr(self, name)
+      if (value is None and name != "temperature") or isinstance(value, numbers.Real):
+        continue
+      raise ValueError(f"{name} must be a number{'' if name == 'temperature' else ' or None'}, got {value!r}")
+    if self.n > 1 and self.temperature == 0:
+      raise ValueError(f"n={self.n} samples at temperature 0 would all be the same; set temperature above 0, or n=1")
+    stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+    object.__setattr__(self, "stop", tuple(stop))
+    if not all(isinstance(s, str) and s for s in self.stop):
+      raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+    if self.truncate not in (None, "left", "middle"):
+      raise ValueError(f"truncate must be 'left', 'middle' or None, got {self.truncate!r}")
+    object.__setattr__(self, "transforms", tuple(self.transforms))
+    self.chain()  # the transforms check their own numbers
+
+  def chain(self) -> LogitTransform:
+    """The chain of transforms these settings stand for."""
+    mine = (temperature(self.temperature), top_k(self.top_k), top_p(self.top_p), min_p(self.min_p))
+    return chain(*self.transforms, *mine)
+
+  def describe(self) -> dict[str, Any]:
+    """The settings as plain data, for JSON."""
+    plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    return {**plain, "transforms": len(self.transforms), "stop": list(self.stop)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+  """load_s, compile_s: seconds, neither is part of the others. ttft_ms: from the call to the first token on the host.
+  tpot_ms: mean time of each further token, tokens_per_s its inverse times the rows decoded together. None where too
+  few tokens were written to tell."""
+
+  load_s: float
+  compile_s: float
+  ttft_ms: float | None
+  tpot_ms: float | None
+  tokens_per_s: float | None
+  prompt_tokens_per_s: float | None
+  prompt_tokens: int
+  new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """One completion.
+
+  token_ids: what was drawn, without the end token. finish_reason: 'stop', 'length', 'error' (the model's logits were
+  not finite) or 'cancelled'. stop_reason: the stop string or the end token's id. truncated: 'context' where the
+  context, not max_new_tokens, ended it; 'prompt' where prompt tokens were dropped. seed reproduces the text.
+  """
+
+  text: str
+  prompt_ids: tuple[int, ...]
+  token_ids: tuple[int, ...]
+  finish_reason: str
+  stop_reason: str | int | None
+  truncated: str | None
+  seed: int
+  settings: Settings
+  timings: Timings
+
+  def to_json(self) -> dict[str, Any]:
+    """Plain data, for json.dumps."""
+    plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    plain.update(prompt_ids=list(self.prompt_ids), token_ids=list(self.token_ids))
+    plain.update(settings=self.settings.describe(), timings=dataclasses.asdict(self.timings))
+    return plain
+
+
+def gather_settings(settings: Settings | None, changes: dict[str, Any]) -> Settings:
+  """`settings` with keyword changes. An unknown keyword is a ValueError that names the nearest one."""
+  known = [f.name for f in dataclasses.fields(Settings)]
+  for name in changes:
+    if name not in known:
+      near = difflib.get_close_matches(name, known, 1)
+      hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+      raise ValueError(f"unknown setting {name!r}; {hint}")
+  return dataclasses.replace(settings or Settings(), **changes)
+
+
+def _whole(name: str, value: Any, low: int, high: int | None) -> None:
+  if value is None and name != "n":
+    return
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  if not whole or value < low or (high is not None and value > high):
+    reach = f"{low} … {high}" if high is not None else f"≥ {low}"
+    raise ValueError(f"{name} must be an integer {reach}{'' if name == 'n' else ' or None'}, got {value!r}")

@@ -1,0 +1,149 @@
+"""One token a step: the plainest strategy, and the shape of all others.
+
+A State holds the tokens that are not in the cache yet (`tokens_BT`): at first a prompt's last chunk, later the token
+drawn last. `forward` reads them into the cache, `draw` chooses the next one. So prefill and decode are the same
+function at different T, and the head is paid for one token a row.
+"""
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from decoder.cache import Cache
+from decoder.sampling import Context, LogitTransform, categorical
+from decoder.types import NONE, Array, Emission, Info, Model, Params, Strategy
+
+
+class Finish(enum.IntEnum):
+  """How a row stands."""
+
+  RUNNING = 0
+  STOP = 1  # an end id was drawn
+  LENGTH = 2  # the row reached its limit
+  ERROR = 3  # the model's logits were not finite, or every token was masked
+  RELEASED = 4  # ended from outside: a stop string, a cancelled request
+
+
+@struct.dataclass
+class State:
+  """Everything a decode loop threads; every leaf has a leading row axis.
+
+  tokens_BT, positions_BT: pending tokens and where they go. context_BL: every token so far, pending ones included,
+  valid before length_B, which is also the absolute position of the token to be drawn next. prompt_B: tokens of the
+  prompt. limit_B: the length at which a row ends. ends_BE: ids that end it, NONE where there are fewer. key_B: one
+  key a row, of its request. settings: the state of the sampling chain.
+  """
+
+  cache: Cache
+  tokens_BT: Array
+  positions_BT: Array
+  context_BL: Array
+  length_B: Array
+  prompt_B: Array
+  limit_B: Array
+  ends_BE: Array
+  finish_B: Array
+  key_B: Array
+  settings: Any
+
+
+def autoregressive(model: Model, chain: LogitTransform, vocab_size: int | None = None) -> Strategy:
+  """Draws one token a row and step, through `chain`.
+
+  vocab_size: ids at or above it can never be drawn (embedding tables are often padded); None: all can.
+  The draw at position p of a row depends on its key, p and its own logits only: not on its slot, its neighbours, the
+  chunks its prompt came in, or whether it is streamed.
+  """
+
+  def forward(params: Params, state: State) -> tuple[State, Array]:
+    features_BTD, cache = model.forward(params, state.tokens_BT, state.positions_BT, state.cache)
+    # A row's last pending token; padding (NONE) follows it and may not exceed it.
+    last_B = jnp.argmax(state.positions_BT, axis=1)
+    features_BD = jnp.take_along_axis(features_BTD, last_B[:, None, None], axis=1)[:, 0]
+    return state.replace(cache=cache), features_BD
+
+  def draw(params: Params, state: State, features_BD: Array, allowed_BV: Array | None = None) -> tuple[State, Emission]:
+    logits_BV = model.head(params, features_BD).astype(jnp.float32)  # f32: probabilities of rare tokens
+    peak_B = jnp.max(logits_BV, axis=-1)
+    if vocab_size is not None and vocab_size < logits_BV.shape[-1]:
+      logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1])[None] < vocab_size, logits_BV, -jnp.inf)
+    if allowed_BV is not None:
+      logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
+      peak_B = jnp.where(jnp.any(allowed_BV, axis=-1), peak_B, jnp.nan)
+    token_B, settings = jax.vmap(_draw_row, in_axes=(None, 0, 0, 0, 0, 0, 0))(
+      chain, state.key_B, logits_BV, state.settings, state.context_BL, state.length_B, state.prompt_B
+    )
+    return _emit(state.replace(settings=settings), token_B, jnp.isfinite(peak_B))
+
+  return Strategy(init, forward, draw)
+
+
+def init(
+  cache: Cache, context_BL: Array, length_B: Array, limit_B: Array, ends_BE: Array, key_B: Array, settings: Any
+) -> State:
+  """A State whose rows hold a prompt of `length_B` tokens in `context_BL`, nothing of it read yet.
+
+  The pending block is empty; `pending` fills it. Rows of length 0 are finished from the start (padding of a batch).
+  ValueError where shapes disagree: rows of all arguments must be equal.
+  """
+  rows = {cache.batch, *(x.shape[0] for x in (context_BL, length_B, limit_B, ends_BE, key_B))}
+  if len(rows) > 1:
+    raise ValueError(f"all fields of a State need the same number of rows, got {sorted(rows)}")
+  one = (cache.batch, 1)
+  finish_B = jnp.where(length_B == 0, Finish.RELEASED, jnp.where(length_B >= limit_B, Finish.LENGTH, Finish.RUNNING))
+  return State(
+    # Copies: a State is donated, and no buffer can be given away twice.
+    cache.replace(extent_B=jnp.array(limit_B, copy=True)), jnp.zeros(one, jnp.int32), jnp.full(one, NONE, jnp.int32),
+    context_BL, length_B, jnp.array(length_B, copy=True), limit_B, ends_BE, finish_B.astype(jnp.int8), key_B, settings,
+  )  # fmt: skip
+
+
+def pending(state: State, start_B: Array, size: int) -> State:
+  """The state with tokens start … start + size − 1 of each row's context pending, as far as the row reaches; a
+  negative start leaves padding in front, and a finished row has nothing pending."""
+  positions_BT = start_B[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+  there = (positions_BT >= 0) & (positions_BT < state.length_B[:, None]) & (state.finish_B == 0)[:, None]
+  positions_BT = jnp.where(there, positions_BT, NONE)
+  tokens_BT = jnp.take_along_axis(state.context_BL, jnp.maximum(positions_BT, 0), axis=1)
+  return state.replace(tokens_BT=tokens_BT, positions_BT=positions_BT)
+
+
+def release(state: State, rows_B: Array) -> State:
+  """Ends rows (bool) from outside: they emit nothing more and leave no trace in the cache."""
+  finish_B = jnp.where(rows_B & (state.finish_B == Finish.RUNNING), Finish.RELEASED, state.finish_B)
+  positions_BT = jnp.where(rows_B[:, None], NONE, state.positions_BT)
+  return state.replace(finish_B=finish_B.astype(jnp.int8), positions_BT=positions_BT)
+
+
+def _draw_row(
+  chain: LogitTransform, key: Array, logits_V: Array, settings: Any, tokens_L: Array, length: Array, prompt: Array
+) -> tuple[Array, Any]:
+  kept_V = chain.update(logits_V, settings, Context(tokens_L, length, prompt))
+  token = categorical(jax.random.fold_in(key, length), kept_V)
+  return token, chain.observe(settings, token)
+
+
+def _emit(state: State, token_B: Array, sound_B: Array) -> tuple[State, Emission]:
+  """Appends the drawn tokens to running rows and says what ended."""
+  running_B = state.finish_B == Finish.RUNNING
+  drawn_B = running_B & sound_B
+  stopped_B = jnp.any(token_B[:, None] == state.ends_BE, axis=-1)
+  length_B = state.length_B + drawn_B
+  finish_B = jnp.where(length_B >= state.limit_B, Finish.LENGTH, Finish.RUNNING)
+  finish_B = jnp.where(stopped_B, Finish.STOP, finish_B)
+  finish_B = jnp.where(sound_B, finish_B, Finish.ERROR)
+  finish_B = jnp.where(running_B, finish_B, state.finish_B).astype(jnp.int8)
+  rows = jnp.arange(token_B.shape[0])
+  slot_B = jnp.where(drawn_B, state.length_B, state.context_BL.shape[1])  # past the end: dropped
+  goes_on_B = finish_B == Finish.RUNNING
+  state = state.replace(
+    tokens_BT=token_B[:, None],
+    positions_BT=jnp.where(goes_on_B, state.length_B, NONE)[:, None],
+    context_BL=state.context_BL.at[rows, slot_B].set(token_B, mode="drop"),
+    length_B=length_B,
+    finish_B=finish_B,
+  )
+  return state, Emission(token_B[:, None], drawn_B.astype(jnp.int32), Info(finish_B))

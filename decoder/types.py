@@ -1,0 +1,75 @@
+"""The words everything else is written in: axis letters, a model, an emission, a strategy.
+
+Axis letters end the names of arrays, in order; the suffix is the shape:
+  B rows          T new tokens      S cache slots    N query heads    K key/value heads
+  G queries per key/value head      H head size      D model size     F inner size
+  V vocabulary    L context length  E end ids        Q = T·G query rows of one key/value head
+A lower-case letter is half of, or a part of, its axis (h = H/2).
+
+Positions are the only metadata: int32, absolute, NONE (−1) where there is no token. A write at NONE is dropped
+and a key at NONE is never attended, so padding, finished rows and empty slots need no masks of their own.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+Array = jax.Array
+Key = jax.Array  # a typed PRNG key, `jax.random.key`
+Params = Any  # a nested dict of arrays, named like the checkpoint
+
+NONE = -1  # the position that stands for "no token here"
+
+
+class Model(NamedTuple):
+  """All that a strategy knows of a network.
+
+  forward: (params, tokens_BT, positions_BT, cache) -> (features_BTD, cache). Tokens at position NONE leave no trace.
+  head: (params, features_BD) -> logits_BV. Apart from `forward`, so that prefill pays the head for one row's last
+    token only, and so that trained heads can read the features.
+  Both are pure; the cache that comes back replaces the one that went in.
+  """
+
+  forward: Callable
+  head: Callable
+
+
+class Info(NamedTuple):
+  """What is known of an emission besides its tokens.
+
+  finish_B: int8, how a row stands after it: one of `strategies.autoregressive.Finish`.
+  """
+
+  finish_B: Array
+
+
+class Emission(NamedTuple):
+  """0..N tokens a row, the result of one step.
+
+  tokens_BN: int32; only `tokens_BN[b, :count_B[b]]` means anything.
+  count_B: int32, 0 for a row that had already finished.
+  """
+
+  tokens_BN: Array
+  count_B: Array
+  info: Info
+
+
+class Strategy(NamedTuple):
+  """How tokens come out of a model: pure functions over a State pytree, known to loops, streams and schedulers.
+
+  init: (cache, request fields) -> State.
+  forward: (params, state) -> (state, features_BD). Reads the state's pending tokens into the cache.
+  draw: (params, state, features_BD, allowed_BV=None) -> (state, Emission). Chooses what comes next; `allowed_BV`
+    (bool) is a mask computed on the host while `forward` ran.
+  """
+
+  init: Callable
+  forward: Callable
+  draw: Callable
+
+  def step(self, params: Params, state: Any) -> tuple[Any, Emission]:
+    """Both halves: the pure step that `lax.while_loop` threads."""
+    state, features_BD = self.forward(params, state)
+    return self.draw(params, state, features_BD)

@@ -45,6 +45,10 @@ class Decoding:
       wanted = cache.capacity
     self.state: State = programs.begin(wanted, _fields(requests, wanted, held), cache)
     self._read = False
+    lengths = [len(r.prompt_ids) for r in requests]
+    ahead = max(r.limit - length for r, length in zip(requests, lengths))
+    if ahead > 0:
+      programs.prepare(self.state, lengths, held, loop=ahead > 1)
     for reader in self.readers:
       if reader.request.limit <= len(reader.request.prompt_ids):
         reader.end("length")

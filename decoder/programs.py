@@ -5,6 +5,7 @@ two, caches have a power of two of slots, batches a power of two of rows. Everyt
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ CHUNK = 512  # most prompt tokens read at once: longer ones gain nothing and the
 SMALLEST_CHUNK = 16
 SMALLEST_CAPACITY = 512
 LOOP = 64  # most steps in one device call: bounds how late a Ctrl-C or a stop string is noticed
+_MOMENT = 2.0  # seconds; longer than reading a program back from the compilation cache
 
 
 def bucket(size: int, smallest: int = 1) -> int:
@@ -31,19 +33,24 @@ def bucket(size: int, smallest: int = 1) -> int:
 
 
 class Clock:
-  """Seconds spent compiling so far; `announce` is told before each."""
+  """Seconds spent compiling so far. `announce` is told of each compilation that takes longer than a moment; one that
+  JAX's compilation cache answers takes less."""
 
   def __init__(self, announce: Callable[[str], None] | None = None):
     self.seconds = 0.0
-    self.announce = announce
+    self._announce = announce
 
   @contextlib.contextmanager
   def compiling(self, what: str) -> Iterator[None]:
-    if self.announce:
-      self.announce(what)
+    timer = threading.Timer(_MOMENT, self._announce or (lambda what: None), (what,))
+    timer.daemon = True
     start = time.perf_counter()
-    yield
-    self.seconds += time.perf_counter() - start
+    timer.start()
+    try:
+      yield
+    finally:
+      timer.cancel()
+      self.seconds += time.perf_counter() - start
 
 
 class Programs:
@@ -58,7 +65,7 @@ class Programs:
     self._compiled: dict[tuple, Callable] = {}
 
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> Any:
-    """A State for the requests in `fields` (numpy, see `_begin`), on a new cache, or on `cache`, which is given away."""
+    """A State for the requests in `fields` (numpy, see `_begin`), on a new cache or on `cache`, which is given away."""
     rows = fields["length_B"].shape[0]
 
     def program(cache: Any, fields: dict[str, Any]) -> Any:
@@ -67,7 +74,7 @@ class Programs:
       return _begin(cache, fields)
 
     key = ("begin", capacity, cache is None, _signature(fields))
-    return self._call(key, f"a cache for {rows} × {capacity} tokens", program, (0,), cache, fields)
+    return self._compile(key, f"a cache for {rows} × {capacity} tokens", program, 0, cache, fields)(cache, fields)
 
   def grow(self, cache: Any, capacity: int) -> Any:
     """The same rows in a larger cache."""
@@ -76,7 +83,18 @@ class Programs:
       larger = allocate(self._network.cache_spec, cache.batch, capacity, codec=Raw(self._network.dtype))
       return larger.insert(jax.numpy.arange(cache.batch), cache)
 
-    return self._call(("grow", cache.batch, cache.capacity, capacity), f"a cache for {capacity} tokens", program, (), cache)
+    key = ("grow", cache.batch, cache.capacity, capacity)
+    return self._compile(key, f"a cache for {capacity} tokens", program, None, cache)(cache)
+
+  def prepare(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
+    """Compiles what `read` and `loop` will need, so that neither stops to do so."""
+    start_B = np.zeros(state.length_B.shape, np.int32)
+    last, before = _chunks(lengths, held)
+    if before:
+      self._chunk(state, start_B)
+    self._last(last, state, start_B)
+    if loop:
+      self._loop(state)
 
   def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
     """Reads the prompts into the cache and draws the first token of each row.
@@ -86,40 +104,51 @@ class Programs:
     """
     start_B = np.zeros(state.length_B.shape, np.int32)  # rows that pad the batch keep length 0
     start_B[: len(lengths)] = lengths
-    rest = max(lengths) - held
-    last = bucket(min(max(rest, 1), CHUNK), SMALLEST_CHUNK)
-    for before in range(-(-max(rest - last, 0) // CHUNK), 0, -1):
-      state = self._read_chunk(state, start_B - np.int32(last + before * CHUNK))
-    return self._read_last(state, start_B - np.int32(last), last)
+    last, before = _chunks(lengths, held)
+    for chunk in range(before, 0, -1):
+      start = start_B - np.int32(last + chunk * CHUNK)
+      state = self._chunk(state, start)(self._params, state, start)
+    start = start_B - np.int32(last)
+    return self._last(last, state, start)(self._params, state, start)
 
   def loop(self, state: State, limit: int) -> Run:
     """Up to `limit` ≤ LOOP further steps."""
+    return self._loop(state)(self._params, state, np.int32(limit))
 
-    def program(params: Any, state: State, limit: Array) -> Run:
-      return run(self._strategy, params, state, limit, LOOP)
-
-    return self._call(("loop", _signature(state)), "the decode loop", program, (1,), self._params, state, np.int32(limit))
-
-  def _read_chunk(self, state: State, start_B: np.ndarray) -> State:
+  def _chunk(self, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> State:
       after, _ = self._strategy.forward(params, pending(state, start_B, CHUNK))
       return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT)
 
-    return self._call(("chunk", _signature(state)), f"prompt chunks of {CHUNK}", program, (1,), self._params, state, start_B)
+    key = ("chunk", _signature(state))
+    return self._compile(key, f"prompt chunks of {CHUNK} tokens", program, 1, self._params, state, start_B)
 
-  def _read_last(self, state: State, start_B: np.ndarray, size: int) -> tuple[State, Emission]:
+  def _last(self, size: int, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> tuple[State, Emission]:
       return self._strategy.step(params, pending(state, start_B, size))
 
-    key = ("read", size, _signature(state))
-    return self._call(key, f"prompts up to {size} tokens", program, (1,), self._params, state, start_B)
+    key = ("last", size, _signature(state))
+    return self._compile(key, f"prompts up to {size} tokens", program, 1, self._params, state, start_B)
 
-  def _call(self, key: tuple, what: str, program: Callable, donate: tuple[int, ...], *arguments: Any) -> Any:
+  def _loop(self, state: State) -> Callable:
+    def program(params: Any, state: State, limit: Array) -> Run:
+      return run(self._strategy, params, state, limit, LOOP)
+
+    return self._compile(("loop", _signature(state)), "the decode loop", program, 1, self._params, state, np.int32(0))
+
+  def _compile(self, key: tuple, what: str, program: Callable, donated: int | None, *arguments: Any) -> Callable:
     if key not in self._compiled:
       with self._clock.compiling(what):
-        lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
+        lowered = jax.jit(program, donate_argnums=donated).lower(*arguments)
         self._compiled[key] = lowered.compile()
-    return self._compiled[key](*arguments)
+    return self._compiled[key]
+
+
+def _chunks(lengths: Sequence[int], held: int) -> tuple[int, int]:
+  """Tokens of the last chunk, and how many chunks of CHUNK come before it."""
+  rest = max(max(lengths) - held, 1)
+  last = bucket(min(rest, CHUNK), SMALLEST_CHUNK)
+  return last, -(-max(rest - last, 0) // CHUNK)
 
 
 def _begin(cache: Any, fields: dict[str, Any]) -> State:

@@ -81,7 +81,9 @@ class Llama(nn.Module):
     self.embed = blocks.Embedding(c.vocab_size, c.hidden_size)
     self.layers = [Layer(c, i, self._rope(), name=f"layers_{i}") for i in range(c.num_hidden_layers)]
     self.norm = blocks.RMSNorm(c.rms_norm_eps)
-    self.head_table = self.embed if c.tie_word_embeddings else blocks.Embedding(c.vocab_size, c.hidden_size, name="head")
+    self.head_table = self.embed
+    if not c.tie_word_embeddings:
+      self.head_table = blocks.Embedding(c.vocab_size, c.hidden_size, name="head")
 
   def __call__(self, tokens_BT: Array, positions_BT: Array, cache: Cache) -> tuple[Array, Cache]:
     cache = cache.claim(positions_BT)
@@ -150,5 +152,5 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 
 def _positive(config: Mapping[str, Any], name: str, value: Any) -> int:
   if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-    raise ValueError(f"config field {name!r} must be a positive integer, got {value!r}: is this the model's config.json?")
+    raise ValueError(f"config field {name!r} must be a positive integer, got {value!r}; check config.json")
   return value

@@ -36,7 +36,7 @@ def rope(parameters: Mapping[str, Any], head_dim: int, context: int) -> Rope:
   """
   kind = parameters.get("rope_type", parameters.get("type", "default"))
   if kind not in _KINDS:
-    raise ValueError(f"unknown rope_type {kind!r}; known are {', '.join(sorted(_KINDS))}: this checkpoint needs another")
+    raise ValueError(f"unknown rope_type {kind!r}; this build knows {', '.join(sorted(_KINDS))}")
   size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
   plain_h = _inverse(_number(parameters, "rope_theta", 10000.0), size)
   return _KINDS[kind](parameters, plain_h, context)

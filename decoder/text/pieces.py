@@ -1,0 +1,141 @@
+"""A SentencePiece model (tokenizer.model), run by the `sentencepiece` library.
+
+The library encodes stretches of plain text and knows nothing of the markup of control and added tokens, so the text is
+cut at that markup here. A space is put in front of the first stretch only, and a BOS written as markup leaves it the
+first.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from decoder.text.config import TURN_ENDS, read_config, read_json
+from decoder.text.tokenizer import Tokenizer
+
+# SentencePiece.Type in sentencepiece_model.proto; GGUF numbers token_type alike.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+
+class PieceTokenizer(Tokenizer):
+  """Tokenizer of a tokenizer.model and the JSON files beside it."""
+
+  def __init__(self, files: Mapping[str, bytes]):
+    super().__init__(files, read_config(files))
+    model = _parse(files["tokenizer.model"])
+    self._first = _processor(model)
+    self._types = [piece.type for piece in model.pieces]
+    self._texts = {index: piece.piece for index, piece in enumerate(model.pieces)}
+    self._texts |= {index: token.text for index, token in self._config.added.items()}
+    self._added = frozenset(self._config.added)
+    self.vocab_size = _vocab_size(self._types, self._added)
+    self._name_tokens()
+    normalizer = model.normalizer_spec
+    byte_ids = frozenset(index for index, kind in enumerate(self._types) if kind == BYTE)
+    self._set_rule(
+      strip=normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces,
+      strip_repeats=normalizer.remove_extra_whitespaces,
+      strip_through=frozenset(() if self.bos_id is None else [self.bos_id]),
+      exact_ids=byte_ids,
+    )
+    normalizer.add_dummy_prefix = False
+    self._later = _processor(model)
+
+  def _encode(self, text: str) -> list[int]:
+    ids: list[int] = []
+    processor = self._first
+    position = 0
+    for match in self._markup.finditer(text) if self._markup else ():
+      if match.start() > position:
+        ids += processor.encode(text[position : match.start()])
+        processor = self._later
+      token = self._markup_ids[match.group()]
+      if token != self.bos_id or ids:
+        processor = self._later
+      ids.append(token)
+      position = match.end()
+    return ids + processor.encode(text[position:]) if position < len(text) else ids
+
+  def _make_bytes(self, token: int) -> bytes:
+    text = self._texts.get(token, "")
+    kind = self._types[token] if token < len(self._types) and token not in self._added else None
+    if kind == BYTE:
+      return bytes([int(text[3:5], 16)])
+    return (text.replace("▁", " ") if kind in (NORMAL, USER_DEFINED, UNUSED) else text).encode("utf-8")
+
+  def _name_tokens(self) -> None:
+    processor = self._first
+    ids = {
+      "bos_token": processor.bos_id(),
+      "eos_token": processor.eos_id(),
+      "unk_token": processor.unk_id(),
+      "pad_token": processor.pad_id(),
+    }
+    of_model = {name: self._texts[index] for name, index in ids.items() if index >= 0}
+    config = self._config = dataclasses.replace(self._config, named_tokens=of_model | self._config.named_tokens)
+    ends = (*config.end_tokens, *([config.named_tokens["eos_token"]] if "eos_token" in config.named_tokens else ()))
+    markup = {text: index for index, text in self._texts.items() if self._is_markup(index)}
+    known = dict(markup)
+    for text in (*config.named_tokens.values(), *ends, *TURN_ENDS):
+      index = processor.piece_to_id(text)
+      if text not in known and self._texts.get(index) == text:
+        known[text] = index
+    special = [text for text, index in markup.items() if not (index in self._added and not config.added[index].special)]
+    special += [text for text in (*ends, *TURN_ENDS) if text in known]
+    self._set_tokens(known, special, ends)
+    self._markup_ids = {text: index for text, index in (markup | self.special_tokens).items() if text}
+    longest_first = sorted(self._markup_ids, key=len, reverse=True)
+    self._markup = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    kind = read_json(self._files, "tokenizer_config.json").get("tokenizer_class") or ""
+    self.adds_bos = self.bos_id is not None and config.add_bos is not False
+    self.adds_eos = bool(self.eos_ids) and (kind.startswith("T5") if config.add_eos is None else config.add_eos)
+
+  def _is_markup(self, index: int) -> bool:
+    return index in self._added or self._types[index] in (CONTROL, UNKNOWN)
+
+
+def read_piece_proto() -> Any:
+  """The module with SentencePiece's own protocol buffers."""
+  try:
+    from sentencepiece import sentencepiece_model_pb2
+  except ImportError as error:
+    raise ImportError(
+      f"reading a SentencePiece model needs the packages sentencepiece and protobuf ({error}); "
+      "pip install sentencepiece protobuf"
+    ) from error
+  return sentencepiece_model_pb2
+
+
+def _parse(data: bytes) -> Any:
+  model = read_piece_proto().ModelProto()
+  try:
+    model.ParseFromString(data)
+  except Exception as error:  # protobuf's DecodeError is no ValueError
+    raise ValueError(
+      f"tokenizer.model: not a SentencePiece model ({error}); a tiktoken file of that name is not read, "
+      "take the tokenizer.json of the checkpoint"
+    ) from error
+  if not model.pieces:
+    raise ValueError("tokenizer.model: a SentencePiece model without pieces; download it again")
+  if model.trainer_spec.treat_whitespace_as_suffix:
+    raise ValueError(
+      "tokenizer.model: treat_whitespace_as_suffix is not supported; take the checkpoint's tokenizer.json"
+    )
+  return model
+
+
+def _processor(model: Any) -> Any:
+  from sentencepiece import SentencePieceProcessor
+
+  try:
+    return SentencePieceProcessor(model_proto=model.SerializeToString())
+  except (RuntimeError, OSError, ValueError) as error:
+    raise ValueError(f"tokenizer.model: SentencePiece refuses the model: {error}; download it again") from error
+
+
+def _vocab_size(types: list[int], added: frozenset[int]) -> int:
+  """Files pad the end of a vocabulary with unused pieces; those are no tokens."""
+  size = len(types)
+  while size and types[size - 1] == UNUSED:
+    size -= 1
+  return max(size, max(added, default=-1) + 1)

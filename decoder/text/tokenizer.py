@@ -1,0 +1,182 @@
+"""How does text become token ids, and ids text, for the tokenizer a checkpoint brings along?
+
+One class, `Tokenizer`, over two libraries: `tokenizers` for a tokenizer.json and `sentencepiece` for a tokenizer.model.
+A GGUF file's vocabulary is first rewritten as those files (`vocabulary.py`), so there is one way to read each kind, and
+what was read can be written. The rules for BOS, EOS and special tokens are here; incremental text is `detokenizer.py`.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from decoder.text.chat import ChatTemplate
+from decoder.text.config import TOKENIZER_FILES, TURN_ENDS, TokenizerConfig
+from decoder.text.detokenizer import ByteDetokenizer, DecodeRule, Detokenizer
+
+
+class Tokenizer:
+  """A tokenizer read from files. A subclass gives `_encode` and `_make_bytes` and calls `_set_tokens` and `_set_rule`.
+
+  `vocab_size`: ids from it on stand for nothing and must not be drawn. `eos_ids`: the tokenizer's EOS first, then the
+  ends of a chat turn that its vocabulary knows. `special_tokens`: text to id of the tokens that `decode` leaves out by
+  default. `named_tokens`: what a chat template may ask for, {"bos_token": "<s>", ...}; a tokenizer may lack any of
+  them.
+  """
+
+  vocab_size: int
+  bos_id: int | None
+  eos_ids: tuple[int, ...]
+  adds_bos: bool
+  adds_eos: bool
+  special_tokens: dict[str, int]
+  named_tokens: dict[str, str]
+  chat_template: str | None
+
+  def __init__(self, files: Mapping[str, bytes], config: TokenizerConfig):
+    self._files = dict(files)
+    self._config = config
+    self._bytes: dict[int, bytes] = {}
+    self._chat: ChatTemplate | None = None
+    self._warned = False
+    self.chat_template = config.chat_template
+
+  def encode(self, text: str, *, add_bos: bool | None = None, add_eos: bool | None = None) -> list[int]:
+    """The ids of a raw text; markup of special tokens in it becomes their ids.
+
+    None adds what the model wants (`adds_bos`, `adds_eos`). There is never a second BOS: if the text already begins
+    with one, it stays alone, with one warning per tokenizer. May be empty: an empty text without BOS is no prompt.
+    """
+    ids = self._encode_checked(text)
+    if self.adds_bos if add_bos is None else add_bos:
+      ids = self._with_bos(ids, warn=True)
+    if self.adds_eos if add_eos is None else add_eos:
+      if not self.eos_ids:
+        raise ValueError("add_eos=True, but this tokenizer has no EOS token; leave it out")
+      ids = [*ids, self.eos_ids[0]]
+    return ids
+
+  def encode_chat(
+    self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables
+  ) -> list[int]:
+    """The ids of a conversation under the tokenizer's chat template; one BOS where wanted, whoever writes it."""
+    if self.chat_template is None:
+      raise ValueError(
+        "this tokenizer has no chat template; render one with ChatTemplate(source, tokenizer.named_tokens), "
+        "or encode a raw prompt"
+      )
+    if self._chat is None:
+      self._chat = ChatTemplate(self.chat_template, self.named_tokens)
+    prompt = self._chat.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+    ids = self._encode_checked(prompt)
+    return self._with_bos(ids, warn=False) if self.adds_bos else ids
+
+  def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+    """The text of ids, which is what the deltas of `detokenizer` amount to; each undecodable byte becomes U+FFFD."""
+    detokenizer = self.detokenizer(skip_special=skip_special)
+    return detokenizer.feed(ids) + detokenizer.finish()
+
+  def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+    """A new detokenizer for one stream of generated ids."""
+    return ByteDetokenizer(self._rule, skip_special=skip_special)
+
+  def token_bytes(self, token: int) -> bytes:
+    """The bytes a token stands for; of a special token its markup in UTF-8; b'' for an id that the vocabulary skips."""
+    data = self._bytes.get(token)
+    if data is None:
+      if not 0 <= token < self.vocab_size:
+        raise ValueError(
+          f"token id {token}: wanted 0 <= id < {self.vocab_size}; drop padding (-1) and mask the ids "
+          "from vocab_size on before drawing"
+        )
+      data = self._bytes[int(token)] = self._make_bytes(int(token))
+    return data
+
+  def files(self) -> dict[str, bytes]:
+    """File contents by name; written to a directory, `load_tokenizer` reads the same tokenizer from it."""
+    return dict(self._files)
+
+  def _encode(self, text: str) -> list[int]:
+    raise NotImplementedError
+
+  def _make_bytes(self, token: int) -> bytes:
+    raise NotImplementedError
+
+  def _encode_checked(self, text: str) -> list[int]:
+    if not isinstance(text, str):
+      raise ValueError(f"text: wanted a string, got {type(text).__name__}; decode it first")
+    try:
+      text.encode("utf-8")
+    except UnicodeEncodeError as error:
+      raise ValueError(
+        f"text: {text[error.start]!r} at {error.start} is half of a surrogate pair, not a character; "
+        "decode the text with errors='replace'"
+      ) from error
+    return self._encode(text)
+
+  def _with_bos(self, ids: list[int], *, warn: bool) -> list[int]:
+    if self.bos_id is None:
+      raise ValueError("add_bos=True, but this tokenizer has no BOS token; leave it out")
+    if ids[:1] != [self.bos_id]:
+      return [self.bos_id, *ids]
+    if warn and not self._warned:
+      self._warned = True
+      warnings.warn(
+        "the text already begins with the BOS token, so none is added; leave the markup out of the text, or pass "
+        "add_bos=False",
+        stacklevel=3,
+      )
+    return ids
+
+  def _set_tokens(self, ids_by_text: Mapping[str, int], special: Iterable[str], ends: Iterable[str]) -> None:
+    """Names the special tokens; `ids_by_text` knows these, and the named tokens and ends of a turn that exist."""
+    known = {name: text for name, text in self._config.named_tokens.items() if text in ids_by_text}
+    self.named_tokens = known
+    self.bos_id = ids_by_text[known["bos_token"]] if "bos_token" in known else None
+    texts = dict.fromkeys([*special, *known.values()])
+    self.special_tokens = {text: ids_by_text[text] for text in sorted(texts, key=ids_by_text.__getitem__)}
+    all_ends = [*ends, *_turn_ends(ids_by_text)]
+    self.eos_ids = tuple(dict.fromkeys(ids_by_text[text] for text in all_ends if text in ids_by_text))
+
+  def _set_rule(self, **rule) -> None:
+    self._rule = DecodeRule(self.token_bytes, frozenset(self.special_tokens.values()), **rule)
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+  """Reads the tokenizer of a checkpoint directory: its tokenizer.json, else its tokenizer.model (SentencePiece)."""
+  directory = Path(directory)
+  if not directory.is_dir():
+    raise ValueError(f"tokenizer: no directory {str(directory)!r}; pass the directory of a checkpoint")
+  names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+  if not {"tokenizer.json", "tokenizer.model"} & set(names):
+    raise ValueError(
+      f"tokenizer: wanted tokenizer.json or tokenizer.model in {str(directory)!r}, found "
+      f"{', '.join(names) or 'neither'}; download one of them with the weights"
+    )
+  return tokenizer_from_files({name: (directory / name).read_bytes() for name in names})
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+  """The tokenizer that a GGUF file's metadata describes; `metadata` maps its keys to plain values and lists."""
+  from decoder.text.vocabulary import files_from_gguf
+
+  return tokenizer_from_files(files_from_gguf(metadata))
+
+
+def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
+  """The tokenizer of file contents by name, as `Tokenizer.files` gives them."""
+  if "tokenizer.json" in files:
+    from decoder.text.fast import FastTokenizer
+
+    return FastTokenizer(files)
+  if "tokenizer.model" in files:
+    from decoder.text.pieces import PieceTokenizer
+
+    return PieceTokenizer(files)
+  raise ValueError(f"tokenizer: wanted tokenizer.json or tokenizer.model, got {sorted(files)}; add one of them")
+
+
+def _turn_ends(vocabulary: Mapping[str, int]) -> list[str]:
+  # In the harmony format <|end|> ends one message of several; <|return|> and <|call|> end the turn.
+  harmony = "<|return|>" in vocabulary and "<|call|>" in vocabulary
+  return [text for text in TURN_ENDS if not (harmony and text == "<|end|>")]

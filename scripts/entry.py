@@ -1,0 +1,88 @@
+"""What every script here shares: mistakes end with one line and exit code 2, and generation flags mean one thing."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags
+
+FLAGS = flags.FLAGS
+
+
+def run(main: Callable[[], None]) -> None:
+  """Parses flags and calls main(). A wrong flag, value, prompt, model or file: one line on stderr, exit code 2.
+
+  --verbosity=1 adds the traceback. Ctrl-C ends with 130; a closed pipe (`| head`) is no error.
+  """
+
+  def parse(argv: list[str]) -> list[str]:
+    try:
+      return FLAGS(argv)
+    except flags.Error as error:
+      _fail(error)
+
+  def guarded(argv: list[str]) -> None:
+    if len(argv) > 1:
+      _fail(f"unexpected argument {argv[1]!r}; everything is given by flags, see --help")
+    try:
+      main()
+      sys.stdout.flush()
+    except KeyboardInterrupt:
+      sys.exit(130)
+    except BrokenPipeError:
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains while it exits
+      sys.exit(0)
+    except (ValueError, OSError) as error:
+      if FLAGS.verbosity > 0:
+        raise
+      _fail(error)
+
+  FLAGS.set_default("verbosity", -1)  # warnings; JAX tells at INFO of every backend it does not find
+  app.run(guarded, flags_parser=parse)
+
+
+def _fail(error: Any) -> None:
+  print(f"error: {error}", file=sys.stderr)
+  sys.exit(2)
+
+
+def define_model_flags() -> None:
+  flags.DEFINE_string(
+    "model",
+    "smollm2-135m-instruct",
+    "A registered name, a path (GGUF file, Hugging Face or Orbax directory), or hf:org/name.",
+  )
+  flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16", "float16"], "Of weights and compute; default float32 on CPU, else bfloat16."
+  )
+
+
+def define_sampling_flags(max_new_tokens: int, temperature: float) -> None:
+  flags.DEFINE_integer("max_new_tokens", max_new_tokens, "Most tokens to write.")
+  flags.DEFINE_float("temperature", temperature, "0 takes the most probable token.")
+  flags.DEFINE_integer("top_k", None, "Keep the k most probable tokens; 0 is off.")
+  flags.DEFINE_float("top_p", None, "Keep the smallest set of tokens with this mass; 1 is off.")
+  flags.DEFINE_float("min_p", None, "Keep tokens at least this many times as probable as the most probable; 0 is off.")
+  flags.DEFINE_integer("seed", None, "Of every draw; a fresh one is taken, and reported, if not given.")
+  flags.DEFINE_multi_string("stop", [], "Text that ends the answer; repeatable.")
+  flags.DEFINE_bool("ignore_eos", False, "Go on past end-of-text tokens.")
+
+
+def sampling_settings() -> dict[str, Any]:
+  """The keywords of `decoder.Settings` that the flags give."""
+  names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+  return {name: FLAGS[name].value for name in names}
+
+
+def load(settings: dict[str, Any]) -> Any:
+  """The model of --model and --dtype. `settings` are checked first: a wrong one costs no loading."""
+  from decoder.settings import gather_settings
+
+  gather_settings(None, settings)
+  import decoder
+
+  def announce(what: str) -> None:
+    print(f"compiling {what}, kept for the next time …", file=sys.stderr, flush=True)
+
+  return decoder.load(FLAGS.model, dtype=FLAGS.dtype, announce=announce)

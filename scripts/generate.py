@@ -1,0 +1,130 @@
+"""Completes prompts with a language model, streamed to the terminal.
+
+Usage:
+  python scripts/generate.py --prompt "The three laws of thermodynamics are"
+  python scripts/generate.py --chat --prompt "What is the capital of France?" --temperature 0.7 --seed 1
+  cat prompt.txt | python scripts/generate.py --output json --max_new_tokens 32
+
+The text goes to stdout, one line of figures to stderr:
+  prompt 6 tokens, first token after 61 ms · 256 new tokens, 38.1 a second (26.2 ms each) · peak memory 1.1 GB · …
+One prompt is streamed; several (--prompt again) are decoded together and printed in their order.
+"""
+
+import contextlib
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import entry
+from absl import flags
+
+FLAGS = flags.FLAGS
+entry.define_model_flags()
+entry.define_sampling_flags(max_new_tokens=256, temperature=0.0)
+flags.DEFINE_multi_string("prompt", [], "A prompt; repeatable. Without one, stdin is read.")
+flags.DEFINE_multi_string("prompt_file", [], "A file that holds one prompt; repeatable.")
+flags.DEFINE_bool("chat", False, "Put each prompt into the model's chat template, as a user's turn.")
+flags.DEFINE_string("system", None, "A system message; only with --chat.")
+flags.DEFINE_bool("stream", True, "Print text as it is written.")
+flags.DEFINE_enum("output", "text", ["text", "json"], "json: one object a prompt.")
+flags.DEFINE_integer("capacity", None, "Tokens the cache has room for; chosen if not given.")
+flags.DEFINE_string("profile", None, "Write a JAX trace of the generation to this directory.")
+
+
+def main() -> None:
+  prompts = read_prompts()
+  settings = {**entry.sampling_settings(), "capacity": FLAGS.capacity}
+  lm = entry.load(settings)
+  with profiler():
+    if FLAGS.stream and FLAGS.output == "text" and len(prompts) == 1:
+      results = [stream(lm, prompts[0], settings)]
+    else:
+      results = lm.generate(prompts, **settings)
+      write(results)
+  for result in results:
+    report_problem(result)
+  if FLAGS.output == "text":
+    print(figures(results), file=sys.stderr)
+
+
+def read_prompts() -> list[Any]:
+  texts = list(FLAGS.prompt) + [Path(name).expanduser().read_text(encoding="utf-8") for name in FLAGS.prompt_file]
+  if not texts:
+    if sys.stdin.isatty():
+      print("reading a prompt from the terminal; end it with Ctrl-D", file=sys.stderr)
+    texts = [sys.stdin.read()]
+  if FLAGS.system is not None and not FLAGS.chat:
+    raise ValueError("--system needs --chat: a raw prompt has no system message")
+  if not FLAGS.chat:
+    return texts
+  before = [{"role": "system", "content": FLAGS.system}] if FLAGS.system is not None else []
+  return [[*before, {"role": "user", "content": text}] for text in texts]
+
+
+def stream(lm: Any, prompt: Any, settings: dict[str, Any]) -> Any:
+  pieces = lm.stream(prompt, **settings)
+  try:
+    for piece in pieces:
+      print(piece, end="", flush=True)
+  except KeyboardInterrupt:
+    pieces.close()
+  print(flush=True)
+  return pieces.result
+
+
+def write(results: list[Any]) -> None:
+  for number, result in enumerate(results, 1):
+    if FLAGS.output == "json":
+      print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False), flush=True)
+    else:
+      print(f"── {number} ──\n{result.text}" if len(results) > 1 else result.text, flush=True)
+
+
+def report_problem(result: Any) -> None:
+  if result.finish_reason == "error":
+    print("warning: the model's logits were not finite; the text ends where they broke", file=sys.stderr)
+  if result.truncated == "context":
+    print("warning: the context is full; the text was cut there", file=sys.stderr)
+
+
+def figures(results: list[Any]) -> str:
+  """One line of what it took; rates of several prompts are those of all together."""
+  timings = [result.timings for result in results]
+  first, each = (max((getattr(t, name) or 0.0 for t in timings), default=0.0) for name in ("ttft_ms", "tpot_ms"))
+  read, new = sum(t.prompt_tokens for t in timings), sum(t.new_tokens for t in timings)
+  parts = [f"prompt {read} tokens"]
+  if first:
+    parts[0] += f", {1e3 * read / first:.0f} a second, first token after {first:.0f} ms"
+  parts.append(f"{new} new tokens")
+  if each:
+    parts[1] += f", {sum(t.tokens_per_s or 0 for t in timings):.1f} a second ({each:.1f} ms each)"
+  parts.append(f"peak memory {peak_memory() / 1e9:.2f} GB")
+  parts.append(f"loaded in {timings[0].load_s:.1f} s, compiled in {timings[0].compile_s:.1f} s")
+  if FLAGS.temperature > 0:
+    parts.append("seed " + ", ".join(str(result.seed) for result in results))
+  return " · ".join(parts)
+
+
+def peak_memory() -> int:
+  """Bytes: of the device where it tells, else of this process."""
+  import jax
+
+  stats = jax.local_devices()[0].memory_stats()
+  if stats and "peak_bytes_in_use" in stats:
+    return stats["peak_bytes_in_use"]
+  unit = 1 if sys.platform == "darwin" else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def profiler() -> Any:
+  if FLAGS.profile is None:
+    return contextlib.nullcontext()
+  import jax
+
+  return jax.profiler.trace(FLAGS.profile)
+
+
+if __name__ == "__main__":
+  entry.run(main)

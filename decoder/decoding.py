@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decoder.programs import LOOP, SMALLEST_CAPACITY, Programs, bucket
+from decoder.programs import LOOP, Programs, bucket
 from decoder.reader import Reader, Request
 from decoder.settings import Result, Timings
 from decoder.strategies import State
@@ -19,38 +19,35 @@ _STEPS_WITH_STOPS = 8  # steps a call where text may end a row: at most this man
 class Decoding:
   """Requests decoded together, in ragged rows of one batch.
 
+  capacity: of a new cache, in tokens. compiled_s: () -> seconds spent compiling so far, which the timings leave out.
   cache, held: a cache to go on from and how many of the prompt's tokens to keep of it; only for a single request.
-  compiled_s: () -> seconds spent compiling so far, which the timings leave out.
   """
 
   def __init__(
     self,
     programs: Programs,
-    requests: Sequence[Request],
     readers: Sequence[Reader],
     *,
-    context: int,
+    capacity: int,
     compiled_s: Callable[[], float],
     cache: Any = None,
     held: int = 0,
   ):
-    self.requests, self.readers = list(requests), list(readers)
+    self.readers = list(readers)
+    self.requests = [reader.request for reader in readers]
     self._programs, self._compiled_s, self._held = programs, compiled_s, held
     self._start, self._compiled_before = time.perf_counter(), compiled_s()
-    self._times: list[list[float]] = [[] for _ in requests]  # when each token came, milliseconds from the start
+    self._times: list[list[float]] = [[] for _ in readers]  # when each token came, milliseconds from the start
     self._now = 0.0
-    if cache is None:
-      wanted = max(r.settings.capacity or min(bucket(r.limit, SMALLEST_CAPACITY), context) for r in requests)
-    else:
-      wanted = cache.capacity
-    self.state: State = programs.begin(wanted, _fields(requests, wanted, held), cache)
     self._read = False
-    lengths = [len(r.prompt_ids) for r in requests]
-    ahead = max(r.limit - length for r, length in zip(requests, lengths))
+    capacity = capacity if cache is None else cache.capacity
+    self.state: State = programs.begin(capacity, _fields(self.requests, capacity, held), cache)
+    self._lengths = [len(request.prompt_ids) for request in self.requests]
+    ahead = max(request.limit - length for request, length in zip(self.requests, self._lengths))
     if ahead > 0:
-      programs.prepare(self.state, lengths, held, loop=ahead > 1)
-    for reader in self.readers:
-      if reader.request.limit <= len(reader.request.prompt_ids):
+      programs.prepare(self.state, self._lengths, held, loop=ahead > 1)
+    for reader, length in zip(self.readers, self._lengths):
+      if reader.request.limit <= length:
         reader.end("length")
 
   @property
@@ -60,8 +57,7 @@ class Decoding:
   def advance(self, steps: int) -> list[str]:
     """Reads the prompts, at the first call; then up to `steps` further tokens a row. Returns new text by row."""
     if not self._read:
-      lengths = [len(r.prompt_ids) for r in self.requests]
-      self.state, emission = self._programs.read(self.state, lengths, self._held)
+      self.state, emission = self._programs.read(self.state, self._lengths, self._held)
       self._read = True
     else:
       if any(r.settings.stop for r in self.requests):

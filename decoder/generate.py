@@ -18,7 +18,7 @@ from decoder.checkpoint import DEFAULT, Checkpoint
 from decoder.checkpoint import load as load_checkpoint
 from decoder.decoding import Decoding, Stream
 from decoder.models import registry
-from decoder.programs import LOOP, Clock, Programs
+from decoder.programs import LOOP, SMALLEST_CAPACITY, Clock, Programs, bucket
 from decoder.reader import Reader, Request
 from decoder.session import Session
 from decoder.settings import Settings, gather_settings
@@ -64,12 +64,12 @@ class LM:
       ids = self._text().encode(prompt, add_bos=add_bos)
       if not ids:
         raise ValueError("the prompt is empty and this model has no beginning-of-text token; give it some text")
-    elif len(prompt) and isinstance(prompt[0], Mapping):
+    elif not isinstance(prompt, list | tuple | np.ndarray) or not len(prompt):
+      raise ValueError(f"a prompt is a text, token ids or messages, at least one, got {prompt!r}")
+    elif isinstance(prompt[0], Mapping):
       ids = self._text().encode_chat(prompt)
     else:
       ids = list(prompt)
-      if not ids:
-        raise ValueError("the prompt has no tokens; give it at least one")
     for token in ids:
       if not isinstance(token, int | np.integer) or not 0 <= token < self.network.vocab_size:
         raise ValueError(f"prompt token {token!r} is not an id of this model, 0 … {self.network.vocab_size - 1}")
@@ -118,14 +118,19 @@ class LM:
       raise ValueError(f"a stream writes one text, got n={len(group)}; use generate()")
     return group[0]
 
-  def start(self, requests: Sequence[Request], cache: Any = None, held: int = 0) -> Decoding:
-    """Begins to decode requests together; `Decoding.advance` does the work."""
+  def start(
+    self, requests: Sequence[Request], *, capacity: int | None = None, cache: Any = None, held: int = 0
+  ) -> Decoding:
+    """Begins to decode requests together; `Decoding.advance` does the work. capacity: of a new cache, in tokens; None
+    chooses it. cache, held: a cache to go on from, and the tokens of the prompt to keep of it."""
     if len({_order(request.settings) for request in requests}) > 1:
       raise ValueError("prompts decoded together need the same transforms in the same order; numbers may differ")
     programs = self.programs(requests[0].settings)
     readers = [Reader(request, self.tokenizer) for request in requests]
+    if capacity is None:
+      capacity = max(r.settings.capacity or min(bucket(r.limit, SMALLEST_CAPACITY), self.context) for r in requests)
     return Decoding(
-      programs, requests, readers, context=self.context, compiled_s=lambda: self._clock.seconds, cache=cache, held=held
+      programs, readers, capacity=capacity, compiled_s=lambda: self._clock.seconds, cache=cache, held=held
     )
 
   def programs(self, settings: Settings) -> Programs:
@@ -214,6 +219,4 @@ def _order(settings: Settings) -> tuple:
 
 def _is_batch(prompt: Any) -> bool:
   """A list of prompts, rather than one that is itself a list (of ids, of messages)."""
-  if isinstance(prompt, str) or not len(prompt):
-    return not isinstance(prompt, str) and isinstance(prompt, list | tuple)
-  return isinstance(prompt[0], str | list | tuple | np.ndarray)
+  return isinstance(prompt, list | tuple) and (not prompt or isinstance(prompt[0], str | list | tuple | np.ndarray))

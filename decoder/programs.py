@@ -24,7 +24,7 @@ CHUNK = 512  # most prompt tokens read at once: longer ones gain nothing and the
 SMALLEST_CHUNK = 16
 SMALLEST_CAPACITY = 512
 LOOP = 64  # most steps in one device call: bounds how late a Ctrl-C or a stop string is noticed
-_MOMENT = 2.0  # seconds; longer than reading a program back from the compilation cache
+_MOMENT = 3.0  # seconds; longer than reading a program back from the compilation cache
 
 
 def bucket(size: int, smallest: int = 1) -> int:

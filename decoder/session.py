@@ -36,13 +36,11 @@ class Session:
     request = self._lm.request(prompt, settings)
     wanted = min(bucket(request.limit, self._capacity), self._lm.context)
     cache, held = self._cache, _shared(self._ids, request.prompt_ids)
-    if cache is None:
-      settings = gather_settings(settings, {"capacity": settings.capacity or wanted})
-      request.settings = settings
-    elif cache.capacity < wanted:
+    if cache is not None and cache.capacity < wanted:
       cache = self._lm.programs(settings).grow(cache, wanted)
     self._cache = None  # given away until the stream ends
-    return Stream(self._lm.start([request], cache, held), self._lm.load_s, self._take_back)
+    decoding = self._lm.start([request], capacity=wanted, cache=cache, held=held)
+    return Stream(decoding, self._lm.load_s, self._take_back)
 
   def _take_back(self, decoding: Decoding) -> None:
     self._cache, self._ids = decoding.state.cache, decoding.cached_ids()

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 FLAGS = flags.FLAGS
 
@@ -25,6 +25,8 @@ def run(main: Callable[[], None]) -> None:
   def guarded(argv: list[str]) -> None:
     if len(argv) > 1:
       _fail(f"unexpected argument {argv[1]!r}; everything is given by flags, see --help")
+    if not FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.WARNING)  # JAX tells at INFO, absl's own default, of every backend it does not find
     try:
       main()
       sys.stdout.flush()
@@ -38,7 +40,6 @@ def run(main: Callable[[], None]) -> None:
         raise
       _fail(error)
 
-  FLAGS.set_default("verbosity", -1)  # warnings; JAX tells at INFO of every backend it does not find
   app.run(guarded, flags_parser=parse)
 
 

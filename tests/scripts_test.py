@@ -1,0 +1,193 @@
+"""The scripts as a user types them, on a tiny model: what they print, and how they fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import save_file
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+D, F, V = 16, 32, 260
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+  """A Hugging Face directory: one layer, one token a byte, an end token, a chat template."""
+  directory = tmp_path_factory.mktemp("tiny")
+  config = {
+    "model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "tie_word_embeddings": True,
+  }  # fmt: skip
+  shapes = {"model.embed_tokens": (V, D), "model.norm": (D,)}
+  layer = {"self_attn.q_proj": (D, D), "self_attn.k_proj": (D // 2, D), "self_attn.v_proj": (D // 2, D)}
+  layer |= {"self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
+  layer |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
+  shapes |= {f"model.layers.0.{name}": shape for name, shape in layer.items()}
+  random = np.random.default_rng(0)
+  save_file(
+    {f"{name}.weight": random.standard_normal(shape, np.float32) for name, shape in shapes.items()},
+    directory / "model.safetensors",
+  )
+  (directory / "config.json").write_text(json.dumps(config))
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  tokenizer.add_special_tokens(["<|end|>"])
+  tokenizer.save(str(directory / "tokenizer.json"))
+  template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}assistant: "
+  (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))
+  return directory
+
+
+def run(script: str, *flags: str, stdin: str = "", home: Path | None = None) -> subprocess.CompletedProcess:
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  if home is not None:
+    environment["XDG_CACHE_HOME"] = str(home)
+  command = [sys.executable, str(SCRIPTS / script), *flags]
+  return subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment, timeout=240)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory) -> Path:
+  return tmp_path_factory.mktemp("home")
+
+
+def test_json_has_every_field_and_the_seed_reproduces_the_text(tiny, home):
+  flags = ["--model", str(tiny), "--output", "json", "--max_new_tokens", "8", "--temperature", "1", "--ignore_eos"]
+  done = run("generate.py", *flags, "--prompt", "ab", "--prompt", "c", home=home)
+  assert done.returncode == 0, done.stderr
+  first, second = (json.loads(line) for line in done.stdout.splitlines())
+  fields = "text prompt_ids token_ids finish_reason stop_reason truncated seed settings timings"
+  assert set(first) == set(fields.split())
+  timings = "load_s compile_s ttft_ms tpot_ms tokens_per_s prompt_tokens_per_s prompt_tokens new_tokens"
+  assert set(first["timings"]) == set(timings.split())
+  assert first["timings"]["prompt_tokens"] == 2
+  assert len(first["token_ids"]) == 8
+  assert first["finish_reason"] == "length"
+  again = run("generate.py", *flags, "--prompt", "c", "--seed", str(second["seed"]), home=home)
+  assert json.loads(again.stdout)["token_ids"] == second["token_ids"]
+
+
+def test_text_is_streamed_to_stdout_and_figures_go_to_stderr(tiny, home):
+  flags = ["--model", str(tiny), "--max_new_tokens", "8", "--ignore_eos"]
+  streamed = run("generate.py", *flags, stdin="hello", home=home)
+  assert streamed.returncode == 0, streamed.stderr
+  whole = run("generate.py", *flags, "--nostream", "--prompt", "hello", home=home)
+  assert streamed.stdout == whole.stdout
+  line = streamed.stderr.strip().splitlines()[-1]
+  assert line.startswith("prompt 5 tokens")
+  assert "8 new tokens" in line
+  assert "peak memory" in line
+
+
+def test_chat_wraps_the_prompt_and_a_profile_is_written(tiny, home, tmp_path):
+  flags = ["--model", str(tiny), "--max_new_tokens", "2", "--output", "json", "--profile", str(tmp_path)]
+  done = run("generate.py", *flags, "--chat", "--system", "s", "--prompt", "hi", home=home)
+  assert done.returncode == 0, done.stderr
+  assert len(json.loads(done.stdout)["prompt_ids"]) == len("system: s") + 1 + len("user: hi") + 1 + len("assistant: ")
+  assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (["--no_such_flag", "1"], "no_such_flag"),
+    (["--max_new_tokens", "many"], "many"),
+    (["--output", "xml"], "xml"),
+    (["loose"], "loose"),
+    (["--temperature", "-1"], "temperature must be"),
+    (["--temperature", "nan"], "temperature must be"),
+    (["--top_p", "0"], "temperature=0"),
+    (["--top_k", "-2"], "top_k must be"),
+    (["--min_p", "1.5"], "min_p must be"),
+    (["--max_new_tokens", "-1"], "max_new_tokens must be"),
+    (["--seed", "-1"], "seed must be"),
+    (["--stop", ""], "stop must be"),
+    (["--system", "x"], "--system needs --chat"),
+    (["--model", "smollm2-135m-instrcut"], "smollm2-135m-instruct"),
+    (["--model", "missing.gguf"], "missing.gguf"),
+    (["--prompt_file", "missing.txt"], "missing.txt"),
+  ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(flags, says):
+  done = run("generate.py", "--prompt", "a", *flags)
+  assert done.returncode == 2
+  assert "Traceback" not in done.stderr
+  assert says in done.stderr
+  assert done.stdout == ""
+  assert len(done.stderr.strip().splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (["--prompt", ""], "empty"),
+    (["--prompt", "x" * 128], "128 tokens, the context holds 128"),
+    (["--prompt", "x" * 20, "--capacity", "16"], "20 tokens, the capacity holds 16"),
+  ],
+)
+def test_a_prompt_that_cannot_be_is_refused_with_both_numbers(tiny, home, flags, says):
+  done = run("generate.py", "--model", str(tiny), *flags, home=home)
+  assert done.returncode == 2
+  assert says in done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_no_error(tiny, home):
+  command = f"'{sys.executable}' '{SCRIPTS / 'generate.py'}' --model '{tiny}' --prompt a --ignore_eos | head -c 1"
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(home)}
+  done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, timeout=240)
+  assert "Traceback" not in done.stderr
+  assert "BrokenPipe" not in done.stderr
+
+
+def test_chat_keeps_what_was_said_and_obeys_its_commands(tiny, home):
+  lines = ["hi", "again\\", "two lines", "/set temperature 0.5", "/set temprature 1", "/set temperature", "/system be short"]
+  lines += ["/system", "hi", '"""', "a", "b", '"""', "/reset", "/nonsense", "/help", "/exit", "never read"]
+  done = run(
+    "chat.py", "--model", str(tiny), "--max_new_tokens", "4", "--ignore_eos", stdin="\n".join(lines) + "\n", home=home
+  )
+  assert done.returncode == 0, done.stderr
+  out = done.stdout
+  held = [int(part.split("/128]")[0]) for part in out.split("[")[1:] if "/128]" in part]
+  assert held[0] == 0
+  assert 0 < held[1] < held[2]  # the second turn goes on from the first
+  assert "unknown setting 'temprature'; did you mean 'temperature'?" in out
+  assert "temperature = 0.5" in out
+  assert "be short" in out
+  assert held[-1] == 0  # after /reset
+  assert "unknown command /nonsense" in out
+  assert "never read" not in out
+
+
+def test_chat_says_when_the_context_is_full_and_goes_on_after_a_reset(tiny, home):
+  done = run(
+    "chat.py", "--model", str(tiny), "--max_new_tokens", "4", "--ignore_eos",
+    stdin="x" * 120 + "\n/reset\nhi\n", home=home,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert "error: the prompt has" in done.stdout
+  assert "[0/128]" in done.stdout.split("error", 1)[1]
+
+
+def test_ctrl_c_ends_the_program_quietly(tiny, home):
+  process = subprocess.Popen(
+    [sys.executable, str(SCRIPTS / "chat.py"), "--model", str(tiny), "--max_new_tokens", "4"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    env={**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(home)},
+  )  # fmt: skip
+  assert process.stdout.read(1) == "["  # the prompt line: it waits for input
+  process.send_signal(signal.SIGINT)
+  time.sleep(0.5)
+  out, err = process.communicate("/exit\n", timeout=60)
+  assert process.returncode == 0, err
+  assert "Traceback" not in err
+  assert "Ctrl-D" in out

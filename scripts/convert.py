@@ -11,25 +11,24 @@ Exit code 2 and one line on stderr for bad input; nothing is left behind then.
 """
 
 import json
-import sys
 import time
 from pathlib import Path
 
-from absl import app, flags
+import entry
+from absl import flags
 
-from decoder import checkpoint
+FLAGS = flags.FLAGS
+flags.DEFINE_string("source", None, "GGUF file, directory, registered name, or hf:org/name.", required=True)
+flags.DEFINE_string("out", None, "Directory to write; new, empty, or an earlier conversion.", required=True)
+flags.DEFINE_enum("dtype", "keep", ["keep", "float32", "float16", "bfloat16"], "Type of the stored weights.")
 
-_SOURCE = flags.DEFINE_string("source", None, "GGUF file, directory, registered name, or hf:org/name.", required=True)
-_OUT = flags.DEFINE_string("out", None, "Directory to write; new, empty, or an earlier conversion.", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "keep", ["keep", "float32", "float16", "bfloat16"], "Type of the stored weights.")
 
+def main() -> None:
+  from decoder import checkpoint
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected argument {argv[1]!r}")
   start = time.perf_counter()
-  dtype = None if _DTYPE.value == "keep" else _DTYPE.value
-  out = checkpoint.convert(checkpoint.resolve(_SOURCE.value), Path(_OUT.value), dtype)
+  dtype = None if FLAGS.dtype == "keep" else FLAGS.dtype
+  out = checkpoint.convert(checkpoint.resolve(FLAGS.source), Path(FLAGS.out), dtype)
   manifest = json.loads((out / "manifest.json").read_text())
   size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
   print(
@@ -38,21 +37,5 @@ def main(argv: list[str]) -> None:
   )
 
 
-def run() -> int:
-  """Parses the flags and runs main; every error of the user's is one line and exit code 2."""
-  app.define_help_flags()
-  try:
-    main(flags.FLAGS(sys.argv))
-  except (flags.Error, app.UsageError, ValueError, OSError) as error:
-    print(f"convert.py: {error}".replace("\n", " "), file=sys.stderr)
-    return 2
-  except SystemExit:  # absl ends --help with 1
-    return 0
-  except KeyboardInterrupt:
-    print("convert.py: interrupted; nothing was left behind", file=sys.stderr)
-    return 130
-  return 0
-
-
 if __name__ == "__main__":
-  sys.exit(run())
+  entry.run(main)

@@ -21,6 +21,8 @@ def run(main: Callable[[], None]) -> None:
       return FLAGS(argv)
     except flags.Error as error:
       _fail(error)
+    except SystemExit:  # absl ends --help with 1
+      sys.exit(0)
 
   def guarded(argv: list[str]) -> None:
     if len(argv) > 1:

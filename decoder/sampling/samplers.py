@@ -18,8 +18,11 @@ def categorical(key: Key, logits_V: Array) -> Array:
   Where one token alone is possible no noise is made: greedy rows pay for an argmax only.
   """
   open_ = jnp.sum((logits_V > -jnp.inf).astype(jnp.float32)) > 1
-  noisy_V = only_if(open_, lambda x_V: x_V + jax.random.gumbel(key, x_V.shape, jnp.float32), logits_V)
-  return largest(noisy_V)
+
+  def noisy(x_V: Array) -> Array:
+    return x_V + jax.random.gumbel(jax.random.clone(key), x_V.shape, jnp.float32)  # clone: used once, though in a loop
+
+  return largest(only_if(open_, noisy, logits_V))
 
 
 def request_key(seed: int, sample: int = 0) -> Key:

@@ -1,0 +1,125 @@
+"""Conversion of any checkpoint into a self-contained Orbax directory, one slice of tensors in memory at a time."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decoder.checkpoint import orbax
+from decoder.checkpoint.atomic import publish, refuse_foreign, workspace
+from decoder.checkpoint.errors import CheckpointError
+from decoder.checkpoint.loading import open_checked
+from decoder.checkpoint.progress import Progress, progress_bar
+from decoder.checkpoint.source import Source, Tensor, sha256_of_file
+
+SLICE_BYTES = 32 << 20  # a larger tensor is a slice of its own; smaller slices only make more files
+_SPARE_BYTES = 16 << 20  # room for config, tokenizer, manifest and the file system's own overhead
+
+
+def convert(
+  source: str | Path,
+  out: str | Path,
+  dtype: Any = None,
+  *,
+  origin: Mapping[str, Any] | None = None,
+  progress: bool = True,
+) -> Path:
+  """Writes the checkpoint at `source` to the new directory `out`, whole or not at all.
+
+  dtype: float32, float16 or bfloat16 for all weights; None keeps each tensor's own (quantised ones become float32).
+  origin: facts for the manifest, e.g. name and revision; the sha256 of the source's files is added.
+  Peak memory is about two slices, that is, twice the largest tensor. An earlier conversion at `out` is replaced,
+  anything else there is refused. Raises CheckpointError.
+  """
+  source, out = Path(source), Path(out)
+  refuse_foreign(out, orbax.is_orbax)
+  opened = open_checked(source)
+  dtypes = {path: _target_dtype(tensor, dtype, path) for path, tensor in opened.tensors.items()}
+  total = sum(tensor.size * dtypes[path].itemsize for path, tensor in opened.tensors.items())
+  _check_space(out, total)
+  read = sum(file.stat().st_size for file in opened.files)
+  with progress_bar(read + 2 * total, f"converting to {out.name}", progress) as advance, workspace(out) as directory:
+    described = {"path": str(source.resolve())} | dict(origin or {})
+    described["files"] = {file.name: sha256_of_file(file, advance) for file in opened.files}
+    _write_texts(opened, directory)
+    entries = _write_tensors(opened, dtypes, directory, advance)
+    orbax.verify_tensors(directory, entries, advance)
+    orbax.write_manifest(directory, entries, described)
+    publish(directory, out, orbax.is_orbax)
+  return out
+
+
+def _write_texts(source: Source, directory: Path) -> None:
+  texts = dict(source.tokenizer_files())
+  texts["config.json"] = _json(source.config)
+  if source.generation:
+    texts["generation_config.json"] = _json(source.generation)
+  for name, content in texts.items():
+    (directory / name).write_bytes(content)
+
+
+def _write_tensors(
+  source: Source, dtypes: Mapping[str, np.dtype], directory: Path, advance: Progress
+) -> dict[str, dict[str, Any]]:
+  """Writes all slices; the manifest's entry for every tensor, hashed before Orbax saw it."""
+  entries: dict[str, dict[str, Any]] = {}
+  for number, paths in enumerate(_slices(source.tensors, dtypes)):
+    name, arrays = f"{number:04d}", {}
+    for path in paths:
+      array = np.ascontiguousarray(source.tensors[path].read().astype(dtypes[path], copy=False))
+      entries[path] = {
+        "slice": name,
+        "shape": list(array.shape),
+        "dtype": dtypes[path].name,
+        "sha256": orbax.digest(array),
+      }
+      arrays[path] = array
+    orbax.save_slice(directory, name, arrays)
+    advance(sum(array.nbytes for array in arrays.values()))
+    array = None  # a second name for the last tensor, which would outlive the slice
+  return entries
+
+
+def _slices(tensors: Mapping[str, Tensor], dtypes: Mapping[str, np.dtype]) -> Iterator[list[str]]:
+  """Groups of neighbouring tensors of at most SLICE_BYTES; a larger tensor stands alone."""
+  group: list[str] = []
+  held = 0
+  for path, tensor in tensors.items():
+    size = max(tensor.bytes, tensor.size * dtypes[path].itemsize)
+    if group and held + size > SLICE_BYTES:
+      yield group
+      group, held = [], 0
+    group.append(path)
+    held += size
+  if group:
+    yield group
+
+
+def _target_dtype(tensor: Tensor, dtype: Any, path: str) -> np.dtype:
+  target = np.dtype(tensor.dtype if dtype is None else dtype)
+  if target.name not in orbax.DTYPES:
+    raise CheckpointError(
+      f"tensor {path} cannot be stored as {target.name}",
+      wanted=f"one of {', '.join(orbax.DTYPES)}",
+      remedy="name one of them as dtype",
+    )
+  return target
+
+
+def _check_space(out: Path, total: int) -> None:
+  parent = next(parent for parent in out.resolve().parents if parent.exists())
+  free = shutil.disk_usage(parent).free
+  if free < total + _SPARE_BYTES:
+    raise CheckpointError(
+      f"not enough space for {out}",
+      wanted=f"{(total + _SPARE_BYTES) / 1e6:.0f} MB",
+      got=f"{free / 1e6:.0f} MB free",
+      remedy="free some space or choose another disk",
+    )
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+  return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,120 @@
+"""From a name or a path to parameters on the device."""
+
+import concurrent.futures
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from decoder.checkpoint import orbax
+from decoder.checkpoint.errors import CheckpointError
+from decoder.checkpoint.gguf import open_gguf
+from decoder.checkpoint.mapping import unflatten
+from decoder.checkpoint.progress import progress_bar
+from decoder.checkpoint.safetensors import open_huggingface
+from decoder.checkpoint.source import Source, Tensor, check, expected_shapes
+
+
+class Checkpoint(NamedTuple):
+  """A loaded model, before anything is built from it.
+
+  config: as a Hugging Face config.json. generation: as generation_config.json, or {}.
+  tokenizer: None if the checkpoint has none; token ids still work then.
+  params: nested dict of arrays on the default device, named as `models.registry.parameter_shapes` names them.
+  path: the file or directory that it came from.
+  """
+
+  name: str
+  config: dict[str, Any]
+  generation: dict[str, Any]
+  tokenizer: Any
+  params: dict[str, Any]
+  path: Path
+
+
+def load(
+  name: str | Path, dtype: Any = None, *, cache_dir: str | Path | None = None, progress: bool = True
+) -> Checkpoint:
+  """Loads a model by registered name, path (GGUF file, Hugging Face or Orbax directory) or `hf:org/name[@revision]`.
+
+  dtype: of all parameters; None is float32 on CPU, where XLA's dots are slow in anything else, bfloat16 elsewhere.
+  Weights of an Orbax directory already in that dtype are memory-mapped on CPU and never copied. Raises
+  CheckpointError.
+  """
+  from decoder.checkpoint.hub import resolve
+
+  path = resolve(name, cache_dir=cache_dir, progress=progress)
+  source = open_checked(path)
+  return Checkpoint(
+    name=str(name) if not Path(name).exists() else Path(name).resolve().stem,
+    config=source.config,
+    generation=source.generation,
+    tokenizer=source.tokenizer(),
+    params=place(source, dtype, progress),
+    path=path,
+  )
+
+
+def open_checked(path: Path) -> Source:
+  """Opens a checkpoint of any format and checks that it holds just the tensors of its config's model."""
+  source = open_source(path)
+  return source if source.checked else check(source, expected_shapes(source.config))
+
+
+def open_source(path: Path) -> Source:
+  """Opens a GGUF file, a Hugging Face directory or an Orbax directory. Reads names and shapes, no weights."""
+  if path.is_file() and path.suffix == ".safetensors":
+    raise CheckpointError(f"{path} has no config", wanted="its directory", remedy=f"name {path.parent} instead")
+  if path.is_file():
+    return open_gguf(path)
+  if not path.is_dir():
+    raise CheckpointError(f"{path} does not exist", remedy="check the path")
+  if (path / orbax.MANIFEST).is_file():
+    return orbax.open_orbax(path)
+  if (path / "config.json").is_file():
+    return open_huggingface(path)
+  ggufs = sorted(file.name for file in path.glob("*.gguf"))
+  raise CheckpointError(
+    f"{path} is no checkpoint directory",
+    wanted="config.json and model.safetensors, or manifest.json",
+    got=", ".join(sorted(entry.name for entry in path.iterdir())[:4]) or "an empty directory",
+    remedy=f"name the file itself, {path / ggufs[0]}" if ggufs else "fetch or convert the model",
+  )
+
+
+def place(source: Source, dtype: Any, progress: bool = True) -> dict[str, Any]:
+  """Reads all tensors in parallel and puts them on the default device, as the nested dict of parameters."""
+  import jax
+
+  if dtype is None:
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+  dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+  def put(tensor: Tensor) -> jax.Array:
+    array = tensor.read()
+    if array.dtype != dtype or not source.stable:
+      array = _aligned_copy(array, dtype)
+    # On CPU an array aligned to 64 bytes becomes the buffer itself, here a mapped file or a copy of our own. JAX keeps
+    # it alive as long as the buffer and copies before it would write to it (donation).
+    value = jax.device_put(array, may_alias=True)
+    advance(array.nbytes)
+    return value
+
+  tensors = source.tensors
+  total = sum(tensor.size for tensor in tensors.values()) * dtype.itemsize
+  with (
+    progress_bar(total, f"loading {source.path.name}", progress) as advance,
+    concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+  ):
+    # Transfers run in the background; waiting makes "loaded" mean it, in time and in memory.
+    return jax.block_until_ready(unflatten(dict(zip(tensors, pool.map(put, tensors.values())))))
+
+
+def _aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+  """The array in another type, in memory that JAX takes over on CPU: numpy's own is aligned to 16 bytes only."""
+  room = np.empty(array.size * dtype.itemsize + 64, np.uint8)
+  start = -room.ctypes.data % 64
+  copy = room[start : start + array.size * dtype.itemsize].view(dtype).reshape(array.shape)
+  np.copyto(copy, array, casting="unsafe")
+  return copy

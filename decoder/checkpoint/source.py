@@ -1,0 +1,183 @@
+"""A checkpoint before it is loaded: its config, and tensors that are read only when asked for.
+
+Every format becomes the same value, a `Source`, whose tensors already carry the paths of our parameter tree; so
+loading and conversion do not know where a checkpoint came from. Weights keep their published [out, in] layout, which
+is why a Source can hand out memory-mapped arrays.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from decoder.checkpoint.errors import CheckpointError
+
+TOKENIZER_FILES = (
+  "tokenizer.json",
+  "tokenizer.model",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+)
+
+
+class Tensor(NamedTuple):
+  """One weight, not yet read. `read()` gives a new array of this shape and dtype, perhaps a read-only memory map."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read: Callable[[], np.ndarray]
+
+  @property
+  def size(self) -> int:
+    return int(np.prod(self.shape, dtype=np.int64))
+
+  @property
+  def bytes(self) -> int:
+    return self.size * self.dtype.itemsize
+
+
+class Source(NamedTuple):
+  """One checkpoint, opened.
+
+  config: as a Hugging Face config.json. generation: as generation_config.json, or {}.
+  tensors: by parameter path, e.g. 'layers_0/attention/q/weight'.
+  tokenizer: () -> a `text.tokenizer.Tokenizer`, or None for a checkpoint that has no tokenizer.
+  tokenizer_files: () -> file name to content, what a self-contained copy must hold.
+  files: the files whose bytes are the weights, for provenance.
+  checked: the tensors are known to be those of the config's model, so `check` need not build it again.
+  stable: the files are only ever replaced by renaming, so parameters may be maps of them and outlive a replacement.
+  """
+
+  path: Path
+  config: dict[str, Any]
+  generation: dict[str, Any]
+  tensors: dict[str, Tensor]
+  tokenizer: Callable[[], Any]
+  tokenizer_files: Callable[[], dict[str, bytes]]
+  files: tuple[Path, ...]
+  checked: bool = False
+  stable: bool = False
+
+
+def map_array(file: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """A read-only view of a file's bytes; unmapped when the last array that shares it dies.
+
+  Each call maps anew, so dropping a tensor also drops its pages from the process. Touching a map of a file
+  that was truncated meanwhile kills the process, so what outlives a load maps only `stable` sources.
+  """
+  if 0 in shape:
+    return np.zeros(shape, dtype)
+  return np.asarray(np.memmap(file, dtype, mode="r", offset=offset, shape=shape))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+  """A JSON object from a file. Raises CheckpointError for anything else."""
+  try:
+    value = json.loads(file.read_text(encoding="utf-8"))
+  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    raise CheckpointError(f"cannot read {file} as JSON", got=error, remedy="fetch the file again") from error
+  if not isinstance(value, dict):
+    raise CheckpointError(f"{file} is not a JSON object", wanted="{...}", got=type(value).__name__)
+  return value
+
+
+def directory_tokenizer(directory: Path) -> Any:
+  """The tokenizer that lies beside the weights, or None where there is none."""
+  if not tokenizer_files(directory):
+    return None
+  from decoder.text.tokenizer import load_tokenizer  # slow to import and not needed to convert
+
+  return load_tokenizer(directory)
+
+
+def tokenizer_files(directory: Path) -> dict[str, bytes]:
+  """The tokenizer's files of a directory, as they are; {} if none of them holds a vocabulary."""
+  names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+  if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(names):
+    return {}
+  return {name: (directory / name).read_bytes() for name in names}
+
+
+def sha256_of(chunks: Iterable[Any]) -> str:
+  """Hex digest of some buffers, one after the other."""
+  digest = hashlib.sha256()
+  for chunk in chunks:
+    digest.update(chunk)
+  return digest.hexdigest()
+
+
+def sha256_of_file(file: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+  """Hex digest of a file, read in blocks of 1 MiB, so that memory stays flat."""
+
+  def blocks():
+    with file.open("rb") as stream:
+      while block := stream.read(1 << 20):
+        on_bytes(len(block))
+        yield block
+
+  return sha256_of(blocks())
+
+
+def check(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Source:
+  """The source with exactly the tensors that the config's model has, or a CheckpointError.
+
+  shapes: by parameter path. A head that a tied model does not use is dropped; anything else too many is refused,
+  because a checkpoint with tensors we do not know is a model that we would run wrongly.
+  """
+  missing = [path for path in shapes if path not in source.tensors]
+  if missing == ["head/weight"]:
+    raise CheckpointError(
+      f"{source.path}: the config says tie_word_embeddings = false, but there is no output head",
+      wanted=f"lm_head.weight {list(shapes['head/weight'])}",
+      got="no such tensor",
+      remedy="set tie_word_embeddings to true in config.json if this model ties its head, else fetch the missing file",
+    )
+  if missing:
+    raise CheckpointError(
+      f"{source.path}: {len(missing)} of {len(shapes)} tensors are missing",
+      wanted=_some(missing),
+      got=f"{len(source.tensors)} tensors",
+      remedy="the download or the config is incomplete; fetch it again",
+    )
+  extra = [path for path in source.tensors if path not in shapes and path != "head/weight"]
+  if extra:
+    raise CheckpointError(
+      f"{source.path}: {len(extra)} tensors are not part of a {source.config.get('model_type')} of this config",
+      wanted=f"{len(shapes)} tensors",
+      got=_some(extra),
+      remedy="check num_hidden_layers and the bias flags in config.json",
+    )
+  for path, shape in shapes.items():
+    if tuple(source.tensors[path].shape) != tuple(shape):
+      raise CheckpointError(
+        f"{source.path}: tensor {path} does not fit the config",
+        wanted=list(shape),
+        got=list(source.tensors[path].shape),
+        remedy="weights and config.json are of two different models",
+      )
+  return source._replace(tensors={path: source.tensors[path] for path in shapes})
+
+
+def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+  """Shapes by parameter path of the model that a config describes. Raises ValueError for an unknown model or rope."""
+  from decoder.checkpoint.mapping import flatten
+  from decoder.models.registry import parameter_shapes  # imports flax; opening a source does not
+
+  try:
+    return {path: tuple(leaf.shape) for path, leaf in flatten(parameter_shapes(dict(config))).items()}
+  except (KeyError, TypeError) as error:
+    raise CheckpointError(
+      "config.json cannot describe a model", got=f"{type(error).__name__} {error}", remedy="fetch it again"
+    ) from error
+
+
+def _some(names: list[str]) -> str:
+  return ", ".join(names[:3]) + (f", … ({len(names)} in all)" if len(names) > 3 else "")

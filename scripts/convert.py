@@ -18,12 +18,15 @@ import entry
 from absl import flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("source", None, "GGUF file, directory, registered name, or hf:org/name.", required=True)
-flags.DEFINE_string("out", None, "Directory to write; new, empty, or an earlier conversion.", required=True)
+flags.DEFINE_string("source", None, "GGUF file, directory, registered name, or hf:org/name.")
+flags.DEFINE_string("out", None, "Directory to write; new, empty, or an earlier conversion.")
 flags.DEFINE_enum("dtype", "keep", ["keep", "float32", "float16", "bfloat16"], "Type of the stored weights.")
 
 
 def main() -> None:
+  for name in ("source", "out"):
+    if FLAGS[name].value is None:
+      raise ValueError(f"--{name} is missing; see --help")
   from decoder import checkpoint
 
   start = time.perf_counter()

@@ -46,7 +46,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _fail(error: Any) -> None:
-  print(f"error: {error}", file=sys.stderr)
+  print("error:", "; ".join(str(error).splitlines()), file=sys.stderr)
   sys.exit(2)
 
 

@@ -99,9 +99,15 @@ class Llama(nn.Module):
   def cache_spec(self) -> tuple[LayerSpec, ...]:
     """What the cache stores for each layer."""
     c = self.config
-    return tuple(
-      LayerSpec("global" if w is None else "local", c.num_key_value_heads, c.head_dim, w) for w in c.windows
+    return tuple(LayerSpec("global" if w is None else "local", c.num_key_value_heads, c.head_dim, w) for w in c.windows)
+
+  def context(self) -> int:
+    """The longest sequence, in tokens, that it was made for."""
+    c = self.config
+    stretched = (
+      c.rope_parameters["rope_type"] == "dynamic" and "original_max_position_embeddings" not in c.rope_parameters
     )
+    return int(c.max_position_embeddings * (c.rope_parameters["factor"] if stretched else 1))
 
   def _rope(self) -> Rope:
     c = self.config
@@ -132,22 +138,28 @@ class Layer(nn.Module):
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
   """`rope_parameters` as transformers 5 writes them, from either spelling of config.json."""
-  merged = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default"}
-  for name in ("partial_rotary_factor", "original_max_position_embeddings"):
-    if config.get(name) is not None:
-      merged[name] = config[name]
-  return {**merged, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+  merged = {"rope_theta": config.get("rope_theta", 10000.0)}
+  if config.get("partial_rotary_factor") is not None:
+    merged["partial_rotary_factor"] = config["partial_rotary_factor"]
+  merged |= {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+  if config.get("original_max_position_embeddings") is not None:  # outside, as Phi-3 has it, wins
+    merged["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+  kind = merged.pop("type", "default")  # the oldest spelling
+  return {"rope_type": kind, **merged}
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-  window = config.get("sliding_window")
-  if window is None or config.get("use_sliding_window") is False:
+  """Each layer's window. What a missing field means is the published default of its `model_type`."""
+  kind, window, kinds = config["model_type"], config.get("sliding_window"), config.get("layer_types")
+  if kind == "mistral" and "sliding_window" not in config:
+    window = 4096
+  if window is None or kind == "llama" or not config.get("use_sliding_window", kind != "qwen2"):
     return (None,) * layers
-  if config["model_type"] == "qwen2" and not config.get("layer_types"):
-    full = config.get("max_window_layers", layers)  # the first layers of Qwen2 look at everything
+  if kind == "qwen2" and not kinds:
+    full = config.get("max_window_layers", 28)  # the first layers of Qwen2 look at everything
     return tuple(None if i < full else window for i in range(layers))
-  kinds = config.get("layer_types") or ["sliding_attention"] * layers
-  return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+  kinds = kinds or ["sliding_attention"] * layers
+  return tuple(window if layer == "sliding_attention" else None for layer in kinds)
 
 
 def _positive(config: Mapping[str, Any], name: str, value: Any) -> int:

@@ -34,7 +34,7 @@ def build(config: Mapping[str, Any], dtype: Any = jnp.float32) -> Network:
   module = _module(config, dtype)
   module._rope()  # an unknown rope type is refused here, not in the middle of a trace
   spec = module.cache_spec()
-  return Network(as_model(module), spec, module.config.vocab_size, module.config.max_position_embeddings, dtype)
+  return Network(as_model(module), spec, module.config.vocab_size, module.context(), dtype)
 
 
 def as_model(module: nn.Module) -> Model:

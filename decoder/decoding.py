@@ -10,7 +10,7 @@ import numpy as np
 from decoder.programs import LOOP, Programs, bucket
 from decoder.reader import Reader, Request
 from decoder.settings import Result, Timings
-from decoder.strategies import State
+from decoder.strategies import Finish, State
 from decoder.types import NONE
 
 _STEPS_WITH_STOPS = 8  # steps a call where text may end a row: at most this many are wasted
@@ -39,6 +39,7 @@ class Decoding:
     self._start, self._compiled_before = time.perf_counter(), compiled_s()
     self._times: list[list[float]] = [[] for _ in readers]  # when each token came, milliseconds from the start
     self._now = 0.0
+    self.sound = True  # no row has met logits that are not finite; its cache may hold NaN
     self._read = False
     capacity = capacity if cache is None else cache.capacity
     self.state: State = programs.begin(capacity, _fields(self.requests, capacity, held), cache)
@@ -64,6 +65,7 @@ class Decoding:
         steps = min(steps, _STEPS_WITH_STOPS)
       self.state, emission = self._programs.loop(self.state, min(steps, LOOP))
     tokens_BN, count_B, finish_B = jax.device_get((emission.tokens_BN, emission.count_B, emission.info.finish_B))
+    self.sound &= not bool((finish_B == Finish.ERROR).any())
     before, self._now = self._now, (time.perf_counter() - self._start - self._compiled()) * 1e3
     each = (self._now - before) / max(int(count_B.max()), 1)  # steps of one call take equally long
     deltas = []
@@ -105,9 +107,7 @@ class Decoding:
       prompt_tokens=len(request.prompt_ids),
       new_tokens=len(reader.token_ids),
     )
-    truncated = request.truncated
-    if truncated == "context" and reader.finish_reason != "length":
-      truncated = None  # it ended before the context did
+    truncated = request.at_limit if reader.finish_reason == "length" else request.truncated
     return Result(
       reader.text, request.prompt_ids, tuple(reader.token_ids), reader.finish_reason or "cancelled",
       reader.stop_reason, truncated, request.seed, request.settings, timings,

@@ -1,7 +1,7 @@
 """Text in, text out: the façade over checkpoint, model, strategy and text.
 
-    lm = decoder.load("smollm2-135m-instruct")
-    print(lm.generate("The three laws of thermodynamics are", max_new_tokens=64).text)
+lm = decoder.load("smollm2-135m-instruct")
+print(lm.generate("The three laws of thermodynamics are", max_new_tokens=64).text)
 """
 
 import functools
@@ -159,11 +159,10 @@ class LM:
     room = min(self.context, settings.capacity or self.context)
     ids, cut = self._fit(self.encode(prompt, settings.add_bos), settings, room)
     limit = room if settings.max_new_tokens is None else len(ids) + settings.max_new_tokens
-    if limit > room or settings.max_new_tokens is None:
-      cut = "context"
+    full = "context" if limit > room or settings.max_new_tokens is None else cut
     seed = secrets.randbits(32) if settings.seed is None else settings.seed
     ends = () if settings.ignore_eos else self.ends
-    return [Request(ids, settings, seed, sample, min(limit, room), ends, cut) for sample in range(settings.n)]
+    return [Request(ids, settings, seed, sample, min(limit, room), ends, cut, full) for sample in range(settings.n)]
 
   def _fit(self, ids: tuple[int, ...], settings: Settings, room: int) -> tuple[tuple[int, ...], str | None]:
     """The prompt, shortened where asked, so that up to a quarter of the room is left for the answer."""
@@ -177,6 +176,8 @@ class LM:
       )
     answer = room if settings.max_new_tokens is None else settings.max_new_tokens
     size = room - max(1, min(answer, room // 4))
+    if size < 2:
+      raise ValueError(f"capacity {room} leaves no room for a shortened prompt; raise it")
     begins = self.tokenizer is not None and self.tokenizer.bos_id == ids[0]
     head = size // 2 if settings.truncate == "middle" else int(begins)
     return (*ids[:head], *ids[len(ids) - (size - head) :]), "prompt"

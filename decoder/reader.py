@@ -12,7 +12,7 @@ from decoder.text.stops import Stops
 @dataclasses.dataclass
 class Request:
   """prompt_ids: as they will be read. sample: the number of this one among the prompt's n. limit: length in tokens at
-  which the row ends. ends: ids that end it. truncated: what Result will say if the limit is reached."""
+  which the row ends. ends: ids that end it. truncated: what Result says of it; at_limit: what, if the limit ends it."""
 
   prompt_ids: tuple[int, ...]
   settings: Settings
@@ -21,6 +21,7 @@ class Request:
   limit: int
   ends: tuple[int, ...]
   truncated: str | None
+  at_limit: str | None
 
 
 class Reader:

@@ -44,7 +44,7 @@ class Session:
 
   def _take_back(self, decoding: Decoding) -> None:
     self._cache, self._ids = decoding.state.cache, decoding.cached_ids()
-    if decoding.readers[0].finish_reason == "error":
+    if not decoding.sound:
       self.clear()  # what is not finite would spread to every later turn
 
 

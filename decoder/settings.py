@@ -5,7 +5,9 @@ import difflib
 import numbers
 from typing import Any
 
-from decoder.sampling import LogitTransform, chain, min_p, temperature, top_k, top_p
+from decoder.sampling import LogitTransform, chain, min_p, repetition, temperature, top_k, top_p
+
+_NUMBERS = {"temperature": False, "repetition_penalty": False, "top_k": True, "top_p": True, "min_p": True}  # None: off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +15,10 @@ class Settings:
   """All settings of a request; every number is data to the compiled step, so changing one compiles nothing.
 
   max_new_tokens: most tokens to write; 0 reads the prompt only, None goes on until the context is full.
+  repetition_penalty: on the logits of tokens that the prompt or output has, once each (1: off).
   temperature: 0 takes the most probable token. Then, in this order and each on what the one before left: top_k (None,
   0, −1: off), top_p (None, 1: off), min_p (None, 0: off). transforms: LogitTransforms of your own, applied first, on
-  the model's float32 logits.
+  the model's float32 logits; make them once, since programs are compiled for each new function.
   seed: of every draw, 0 … 2³² − 1; None takes a fresh one, which the result reports. n: samples of one prompt, each
   with its own draws.
   stop: strings that end the text and are left out of it, or kept with include_stop. ignore_eos: go on past end tokens.
@@ -30,6 +33,7 @@ class Settings:
   top_k: int | None = None
   top_p: float | None = None
   min_p: float | None = None
+  repetition_penalty: float = 1.0
   transforms: tuple[LogitTransform, ...] = ()
   seed: int | None = None
   n: int = 1
@@ -45,11 +49,10 @@ class Settings:
     _whole("seed", self.seed, 0, 2**32 - 1)
     _whole("n", self.n, 1, None)
     _whole("capacity", self.capacity, 1, None)
-    for name in ("temperature", "top_k", "top_p", "min_p"):
+    for name, optional in _NUMBERS.items():
       value = getattr(self, name)
-      if (value is None and name != "temperature") or isinstance(value, numbers.Real):
-        continue
-      raise ValueError(f"{name} must be a number{'' if name == 'temperature' else ' or None'}, got {value!r}")
+      if not (isinstance(value, numbers.Real) or (value is None and optional)):
+        raise ValueError(f"{name} must be a number{' or None' if optional else ''}, got {value!r}")
     if self.n > 1 and self.temperature == 0:
       raise ValueError(f"n={self.n} samples at temperature 0 would all be the same; set temperature above 0, or n=1")
     stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -63,8 +66,8 @@ class Settings:
 
   def chain(self) -> LogitTransform:
     """The chain of transforms these settings stand for."""
-    mine = (temperature(self.temperature), top_k(self.top_k), top_p(self.top_p), min_p(self.min_p))
-    return chain(*self.transforms, *mine)
+    filters = (top_k(self.top_k), top_p(self.top_p), min_p(self.min_p))
+    return chain(*self.transforms, repetition(self.repetition_penalty), temperature(self.temperature), *filters)
 
   def describe(self) -> dict[str, Any]:
     """The settings as plain data, for JSON."""

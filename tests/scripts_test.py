@@ -150,7 +150,15 @@ def test_a_closed_pipe_is_no_error(tiny, home):
 
 
 def test_chat_keeps_what_was_said_and_obeys_its_commands(tiny, home):
-  lines = ["hi", "again\\", "two lines", "/set temperature 0.5", "/set temprature 1", "/set temperature", "/system be short"]
+  lines = [
+    "hi",
+    "again\\",
+    "two lines",
+    "/set temperature 0.5",
+    "/set temprature 1",
+    "/set temperature",
+    "/system be short",
+  ]
   lines += ["/system", "hi", '"""', "a", "b", '"""', "/reset", "/nonsense", "/help", "/exit", "never read"]
   done = run(
     "chat.py", "--model", str(tiny), "--max_new_tokens", "4", "--ignore_eos", stdin="\n".join(lines) + "\n", home=home

@@ -55,9 +55,7 @@ class Entry:
     if self.tail is not None:
       return self.replace(drafts=values)
     write = self.codec.write
-    return self.replace(
-      storage={n: write(self.storage[n], self.layout, values[n], positions_BT) for n in self.storage}
-    )
+    return self.replace(storage={n: write(self.storage[n], self.layout, values[n], positions_BT) for n in self.storage})
 
   def attend(self, query: attention.Query) -> tuple[Array, "Entry"]:
     """Attention of `query` over everything stored: [B, T, N, H], and the entry as it is afterwards."""
@@ -123,7 +121,7 @@ class Cache:
   def branch(self, visible_BTT: Array) -> "Cache":
     """Makes the next block a tree of drafts: draft i sees draft j where visible_BTT[:, i, j] (itself included)."""
     positions = jnp.full(visible_BTT.shape[:2], NONE, jnp.int32)
-    return self.replace(tail=Tail(positions, visible_BTT))
+    return self.replace(tail=Tail(positions, visible_BTT), drafts=None)
 
   def keep(self, path_BT: Array) -> "Cache":
     """Commits one path of the drafted tree, given as indices into its block (NONE: no more), and drops the rest."""
@@ -175,7 +173,5 @@ def allocate(
   """
   codec = Raw() if codec is None else codec
   layouts = {group: layout.allocate(batch, capacity) for group in dict.fromkeys(s.group for s in spec)}
-  layers = tuple(
-    {name: codec.init(layouts[s.group], s.kv_heads, s.head_dim) for name in ("k", "v")} for s in spec
-  )
+  layers = tuple({name: codec.init(layouts[s.group], s.kv_heads, s.head_dim) for name in ("k", "v")} for s in spec)
   return Cache(layouts, layers, jnp.full((batch,), capacity, jnp.int32), tuple(spec), codec)

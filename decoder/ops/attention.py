@@ -81,9 +81,9 @@ def absorb(partial: Partial, q_BKQH: Array, query: Query, k_BKSH: Array, v_BKSH:
   peak = jnp.maximum(partial.peak_BKQ, scores.max(axis=-1))
   weights = jnp.where(seen_B1QS, jnp.exp(scores - peak[..., None]), 0.0)
   shrink = jnp.exp(partial.peak_BKQ - peak)
-  value = jnp.einsum(
-    "bkqs,bksh->bkqh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
-  )
+  # A forgotten slot may hold NaN, and 0 · NaN is NaN: what nobody sees counts as 0.
+  v_BKSH = jnp.where(seen_BTS.any(axis=1)[:, None, :, None], v_BKSH, 0)
+  value = jnp.einsum("bkqs,bksh->bkqh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
   return Partial(
     peak,
     partial.mass_BKQ * shrink + weights.sum(axis=-1),

@@ -1,7 +1,7 @@
 """Logit transforms and samplers, written for one row (floor 2)."""
 
 from decoder.sampling.samplers import categorical, request_key
-from decoder.sampling.transforms import Context, LogitTransform, chain, min_p, temperature, top_k, top_p
+from decoder.sampling.transforms import Context, LogitTransform, chain, min_p, repetition, temperature, top_k, top_p
 
 __all__ = [
   "Context",
@@ -9,6 +9,7 @@ __all__ = [
   "categorical",
   "chain",
   "min_p",
+  "repetition",
   "request_key",
   "temperature",
   "top_k",

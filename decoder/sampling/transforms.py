@@ -39,29 +39,41 @@ class LogitTransform(NamedTuple):
   observe: Callable[[Any, Array], Any] = lambda state, token: state
 
 
-class _Chain(NamedTuple):
-  """Hashable by its functions, so that two chains of the same order share a compilation."""
+class _Update(NamedTuple):
+  """Functions one after another. Equal and hashed by them, so that two chains of one order share a compilation."""
 
-  updates: tuple[Callable, ...]
-  observes: tuple[Callable, ...]
+  links: tuple[Callable, ...]
 
-  def update(self, logits_V: Array, state: tuple, context: Context) -> Array:
-    for change, part in zip(self.updates, state):
+  def __call__(self, logits_V: Array, state: tuple, context: Context) -> Array:
+    for change, part in zip(self.links, state):
       logits_V = change(logits_V, part, context)
     return logits_V
 
-  def observe(self, state: tuple, token: Array) -> tuple:
-    return tuple(note(part, token) for note, part in zip(self.observes, state))
+
+class _Observe(NamedTuple):
+  """Like `_Update`, for what is drawn."""
+
+  links: tuple[Callable, ...]
+
+  def __call__(self, state: tuple, token: Array) -> tuple:
+    return tuple(note(part, token) for note, part in zip(self.links, state))
 
 
 def chain(*transforms: LogitTransform) -> LogitTransform:
   """The transforms one after another, each on what the one before it left."""
-  links = _Chain(tuple(t.update for t in transforms), tuple(t.observe for t in transforms))
-  return LogitTransform(lambda: tuple(t.init() for t in transforms), links.update, links.observe)
+  update, observe = _Update(tuple(t.update for t in transforms)), _Observe(tuple(t.observe for t in transforms))
+  return LogitTransform(lambda: tuple(t.init() for t in transforms), update, observe)
 
 
 def _keep(state: Any, token: Array) -> Any:
   return state
+
+
+def repetition(value: float) -> LogitTransform:
+  """Makes tokens of the prompt or output less likely, once each: x/value for x ≥ 0, x·value below (Keskar et al. 2019,
+  arXiv:1909.05858, section 4.1, with the sign rule since adopted). 1 is off."""
+  _check("repetition_penalty", value, 0 < value < 2.0**100, "a number above 0 (1 is off)")
+  return LogitTransform(lambda: np.float32(value), _repetition, _keep)
 
 
 def temperature(value: float) -> LogitTransform:
@@ -69,14 +81,15 @@ def temperature(value: float) -> LogitTransform:
 
   Raises ValueError for negative or non-finite values.
   """
-  _check("temperature", value, value >= 0, "a finite number ≥ 0 (0 takes the most probable token)")
+  most = 2.0**126  # a reciprocal beyond it flushes to 0, and a masked token's −inf · 0 is NaN
+  _check("temperature", value, 0 <= value <= most, "a finite number ≥ 0 (0 takes the most probable token)")
   return LogitTransform(lambda: np.float32(value), _temperature, _keep)
 
 
 def top_k(value: int | None) -> LogitTransform:
   """Keeps exactly the `value` largest (Fan et al. 2018, arXiv:1805.04833). None, 0 and −1 keep all; so does ≥ V."""
   value = 0 if value is None else value
-  _check("top_k", value, value == int(value) and value >= -1, "an integer ≥ 1, or None, 0 or −1 for off")
+  _check("top_k", value, value % 1 == 0 and value >= -1, "an integer ≥ 1, or None, 0 or −1 for off")
   return LogitTransform(lambda: np.int32(min(value, np.iinfo(np.int32).max)), _top_k, _keep)
 
 
@@ -106,11 +119,26 @@ def _check(name: str, value: Any, good: bool, want: str) -> None:
     raise ValueError(f"{name} must be {want}, got {value!r}")
 
 
+def _repetition(logits_V: Array, value: Array, context: Context) -> Array:
+  def penalise(logits_V: Array) -> Array:
+    size = logits_V.shape[0]
+    ids_L = jnp.where(jnp.arange(context.tokens_L.shape[0]) < context.length, context.tokens_L, size)
+    seen_V = jnp.zeros(size, bool).at[ids_L].set(True, mode="drop")
+    return jnp.where(seen_V, jnp.where(logits_V < 0, logits_V * value, logits_V / value), logits_V)
+
+  return only_if(value != 1, penalise, logits_V)
+
+
 def _temperature(logits_V: Array, value: Array, context: Context) -> Array:
   # Below the smallest normal float32 a quotient may flush to 0/0; the limit is the maximum alone.
   greedy = value < np.finfo(np.float32).tiny
+
+  def best(x_V: Array) -> Array:
+    # The maximum itself, so that NaN, and −inf where all is masked, are still seen after it.
+    return jnp.where(jnp.arange(x_V.shape[0]) == largest(x_V), jnp.max(x_V), -jnp.inf)
+
   cooled_V = only_if(~greedy, lambda x_V: (x_V - jnp.max(x_V)) / value, logits_V)
-  return only_if(greedy, lambda x_V: jnp.where(jnp.arange(x_V.shape[0]) == largest(x_V), 0.0, -jnp.inf), cooled_V)
+  return only_if(greedy, best, cooled_V)
 
 
 def _top_k(logits_V: Array, k: Array, context: Context) -> Array:

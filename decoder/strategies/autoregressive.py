@@ -72,11 +72,11 @@ def autoregressive(model: Model, chain: LogitTransform, vocab_size: int | None =
       logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1])[None] < vocab_size, logits_BV, -jnp.inf)
     if allowed_BV is not None:
       logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
-      peak_B = jnp.where(jnp.any(allowed_BV, axis=-1), peak_B, jnp.nan)
-    token_B, settings = jax.vmap(_draw_row, in_axes=(None, 0, 0, 0, 0, 0, 0))(
+    token_B, kept_B, settings = jax.vmap(_draw_row, in_axes=(None, 0, 0, 0, 0, 0, 0))(
       chain, state.key_B, logits_BV, state.settings, state.context_BL, state.length_B, state.prompt_B
     )
-    return _emit(state.replace(settings=settings), token_B, jnp.isfinite(peak_B))
+    # The first tells of the model, the second of masks and transforms: whether they left anything to draw.
+    return _emit(state.replace(settings=settings), token_B, jnp.isfinite(peak_B) & jnp.isfinite(kept_B))
 
   return Strategy(init, forward, draw)
 
@@ -120,10 +120,11 @@ def release(state: State, rows_B: Array) -> State:
 
 def _draw_row(
   chain: LogitTransform, key: Array, logits_V: Array, settings: Any, tokens_L: Array, length: Array, prompt: Array
-) -> tuple[Array, Any]:
+) -> tuple[Array, Array, Any]:
+  """The token, the largest logit it was drawn among, and the chain's state after it."""
   kept_V = chain.update(logits_V, settings, Context(tokens_L, length, prompt))
   token = categorical(jax.random.fold_in(key, length), kept_V)
-  return token, chain.observe(settings, token)
+  return token, jnp.max(kept_V), chain.observe(settings, token)
 
 
 def _emit(state: State, token_B: Array, sound_B: Array) -> tuple[State, Emission]:

@@ -1,0 +1,1 @@
+"""Measuring instruments (floor 5)."""

@@ -1,0 +1,46 @@
+"""What holds for all tests: strict JAX settings, no network, `--slow`, and tiny models shared by a session."""
+
+import socket
+
+import jax
+import pytest
+
+# Shapes are said, never guessed; a random key is used once.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_debug_key_reuse", True)
+
+
+def pytest_addoption(parser):
+  parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+
+
+def pytest_collection_modifyitems(config, items):
+  if not config.getoption("--slow"):
+    skip = pytest.mark.skip(reason="takes minutes; run with --slow")
+    for item in items:
+      if "slow" in item.keywords:
+        item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def lm():
+  """RAND-LM behind the façade, compiled once for all tests."""
+  from fixtures import Letters, facade, rand_lm
+
+  return facade(*rand_lm(), Letters.build())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network():
+  """Only this machine may be reached."""
+  connect = socket.socket.connect
+
+  def local(self, address):
+    host = address[0] if isinstance(address, tuple) else "localhost"
+    if self.family in (socket.AF_INET, socket.AF_INET6) and host not in ("localhost", "127.0.0.1", "::1"):
+      raise OSError(f"tests use no network, but something wanted {address}; mock it")
+    return connect(self, address)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(socket.socket, "connect", local)
+    yield

@@ -75,18 +75,8 @@ def define_sampling_flags(max_new_tokens: int, temperature: float) -> None:
 
 def sampling_settings() -> dict[str, Any]:
   """The keywords of `decoder.Settings` that the flags give."""
-  names = [
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "ignore_eos",
-  ]
-  return {name: FLAGS[name].value for name in names}
+  numbers = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+  return {name: FLAGS[name].value for name in (*numbers, "stop", "ignore_eos")}
 
 
 def load(settings: dict[str, Any]) -> Any:

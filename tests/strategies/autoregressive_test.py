@@ -157,9 +157,11 @@ def test_table_lm_law_of_a_second_token():
 def test_not_finite_logits_end_only_their_row(bad, together):
   """C32: the row says so and emits nothing; its neighbours write on."""
   whole, _, _, params = programs()
-  poisoned = dict(params, embed={"weight": params["embed"]["weight"].at[63].set(bad)})
+  used = {token for row in (*ROWS, *together) for token in row}
+  poison = next(token for token in range(V) if token not in used)  # met by no other row
+  poisoned = dict(params, embed={"weight": params["embed"]["weight"].at[poison].set(bad)})
   for at in (0, 4, 8):
-    rows = [ROWS[0], [63 if i == at else 1 for i in range(9)], ROWS[2]]
+    rows = [ROWS[0], [poison if i == at else ROWS[0][0] for i in range(9)], ROWS[2]]
     state, emissions = whole(poisoned, start(rows), 32)
     lines = written(emissions)
     assert lines[1] == []

@@ -14,12 +14,32 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from flax import struct
 
 Array = jax.Array
 Key = jax.Array  # a typed PRNG key, `jax.random.key`
 Params = Any  # a nested dict of arrays, named like the checkpoint
 
 NONE = -1  # the position that stands for "no token here"
+
+
+@struct.dataclass
+class QTensor:
+  """A weight [F, D] in few bits: data in a parameter's place, known to `ops.linear` and `ops.quantised` only.
+
+  kind: one of `ops.quantised.KINDS`. shape: (F, D), what it stands for. striped: whether 16 outputs lie side by side,
+  as the CPU kernels stream them, or each by itself. `ops.quantised` tells the order of values, scales and minimums;
+  minimums are None for kinds without. Values may be padded to whole stripes.
+  """
+
+  values: Array
+  scales: Array
+  minimums: Array | None
+  kind: str = struct.field(pytree_node=False)
+  shape: tuple[int, int] = struct.field(pytree_node=False)
+  striped: bool = struct.field(pytree_node=False)
+
+  ndim = 2
 
 
 class Model(NamedTuple):

@@ -17,6 +17,7 @@ from flax import struct
 from decoder.cache.codecs import Codec, Raw
 from decoder.cache.layouts import Contiguous, Layout
 from decoder.ops import attention
+from decoder.ops.kernels import attention as kernel
 from decoder.types import NONE, Array
 
 
@@ -67,6 +68,9 @@ class Entry:
       return k, v, self.layout.read_positions(block)
 
     first, last = self.layout.blocks(query.positions_BT, query.window)
+    k, v = (self.codec.plain(self.storage[name]) for name in ("k", "v"))
+    if self.tail is None and self.layout.in_order and kernel.fits(query, k, v):
+      return kernel.decode_attend(query, k, v, self.layout.positions_BS, (first, last), self.layout.block), self
     return attention.attend(query, self.kv_heads, read, first, last, self._drafted(query)), self
 
   def _drafted(self, query: attention.Query) -> attention.Partial | None:

@@ -10,13 +10,15 @@ from decoder.types import Array
 
 
 class Codec(Protocol):
-  """group: tokens encoded together (1: each token alone)."""
+  """group: tokens encoded together (1: each token alone). plain: the one buffer that holds the vectors as they are, for
+  kernels that read it in place; None where there is none."""
 
   group: int
 
   def init(self, layout: Layout, heads: int, size: int) -> Any: ...
   def write(self, storage: Any, layout: Layout, values_BTKH: Array, positions_BT: Array) -> Any: ...
   def read(self, storage: Any, layout: Layout, block: Array) -> Array: ...
+  def plain(self, storage: Any) -> Array | None: ...
 
 
 @struct.dataclass
@@ -34,3 +36,6 @@ class Raw:
 
   def read(self, storage: Array, layout: Layout, block: Array) -> Array:
     return layout.read(storage, block)
+
+  def plain(self, storage: Array) -> Array:
+    return storage

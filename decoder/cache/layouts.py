@@ -15,10 +15,12 @@ from decoder.types import NONE, Array
 
 
 class Layout(Protocol):
-  """Shared by the layers of a group; every method is pure."""
+  """Shared by the layers of a group; every method is pure. in_order: whether blocks lie one after another in buffers
+  [B, K, S, H], `block` slots each, so that a kernel may read them in place."""
 
   positions_BS: Array
   capacity: int
+  in_order: bool
 
   def buffer_shape(self, heads: int, size: int) -> tuple[int, ...]: ...
   def claim(self, positions_BT: Array) -> "Layout": ...
@@ -44,6 +46,7 @@ class Contiguous:
   positions_BS: Array
   capacity: int = struct.field(pytree_node=False)
   block: int = struct.field(pytree_node=False)
+  in_order = True
 
   @classmethod
   def allocate(cls, batch: int, capacity: int, block: int = 256) -> "Contiguous":

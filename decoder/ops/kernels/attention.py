@@ -1,0 +1,63 @@
+"""Attention of a few query tokens over a contiguous cache, on CPU through C++: filled blocks only, read in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from decoder.ops import attention
+from decoder.ops.kernels import build
+from decoder.types import Array
+
+FEW = 16  # query tokens; a prompt's chunk has enough work a key for XLA's dots
+_LANES = 16  # head sizes are read in whole vectors
+_TYPES = (jnp.float32, jnp.bfloat16)
+
+
+def fits(query: attention.Query, k_BKSH: Array | None, v_BKSH: Array | None) -> bool:
+  """Whether `decode_attend` is made for these shapes and types, and its kernel could be built."""
+  if k_BKSH is None or v_BKSH is None:
+    return False
+  tokens, head_dim = query.q_BTNH.shape[1], query.q_BTNH.shape[3]
+  known = query.q_BTNH.dtype in _TYPES and k_BKSH.dtype in _TYPES and k_BKSH.dtype == v_BKSH.dtype
+  return known and tokens <= FEW and head_dim % _LANES == 0 and build.ready()
+
+
+def decode_attend(
+  query: attention.Query, k_BKSH: Array, v_BKSH: Array, positions_BS: Array, blocks: tuple[Array, Array], block: int
+) -> Array:
+  """Attention of `query` (q already rotated) over blocks first … last − 1 of a cache row: [B, T, N, H].
+
+  positions_BS: the position each slot holds. block: slots to a block. The result is `reference`'s up to rounding.
+  """
+  span = jnp.stack([jnp.asarray(x, jnp.int32) for x in blocks])
+  operands = (query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, positions_BS, span)
+
+  def native(q_BTNH: Array, *others: Array) -> Array:
+    call = jax.ffi.ffi_call("decoder_attend", jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32), vmap_method="sequential")
+    out = call(
+      q_BTNH.astype(jnp.float32), *others,
+      block=np.int64(block), window=np.int64(query.window or 0),
+      scale=np.float32(query.scale), softcap=np.float32(query.softcap or 0.0),
+    )  # fmt: skip
+    return out.astype(q_BTNH.dtype)
+
+  def plain(q_BTNH: Array, k: Array, v: Array, positions_BT: Array, positions_BS: Array, span: Array) -> Array:
+    asked = query._replace(q_BTNH=q_BTNH, positions_BT=positions_BT)
+    return reference(asked, k, v, positions_BS, (span[0], span[1]), block)
+
+  run = jax.custom_jvp(lambda *operands: lax.platform_dependent(*operands, cpu=native, default=plain))
+  run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(plain, primals, tangents)[1]))
+  return run(*operands)
+
+
+def reference(
+  query: attention.Query, k_BKSH: Array, v_BKSH: Array, positions_BS: Array, blocks: tuple[Array, Array], block: int
+) -> Array:
+  """The same through XLA."""
+
+  def read(index: Array) -> tuple[Array, Array, Array]:
+    k, v = (lax.dynamic_slice_in_dim(x, index * block, block, axis=2) for x in (k_BKSH, v_BKSH))
+    return k, v, lax.dynamic_slice_in_dim(positions_BS, index * block, block, axis=1)
+
+  return attention.attend(query, k_BKSH.shape[1], read, *blocks, None)

@@ -1,0 +1,97 @@
+// Few rows times a float matrix: out[r, f] = Σ_d x[r, d] · w[f, d], accumulated in float32.
+//
+// Every weight is read from memory once, whatever the number of rows: a tile of weight rows meets all rows of x before
+// the next tile is touched. One row is bound by memory bandwidth; eight cost little more.
+#include <algorithm>
+
+#include "simd.h"
+#include "team.h"
+
+namespace decoder {
+namespace ffi = xla::ffi;
+
+constexpr int64_t kChunkBytes = 64 << 10;  // a few microseconds of streaming, so that threads end together
+
+// Dot products of R rows of x and M rows of w, each left as a vector still to be summed: partial[r * W + m].
+template <int R, int M, typename T>
+void tile(const float* x, const T* w, int64_t D, F32* partial) {
+  // Into L2, which keeps more reads in flight than L1: the tile after next, a line for each line used of this one.
+  const T* ahead = w + 2 * M * D;
+  F32 acc[R][M] = {};
+  int64_t d = 0;
+  for (; d + W <= D; d += W) {
+    F32 wide[M];
+    for (int m = 0; m < M; ++m) {
+      __builtin_prefetch(ahead + M * d + m * W, 0, 2);
+      wide[m] = load(w + m * D + d);
+    }
+    for (int r = 0; r < R; ++r) {
+      const F32 one = keep(load(x + r * D + d));
+      for (int m = 0; m < M; ++m) acc[r][m] += one * wide[m];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int m = 0; m < M; ++m) {
+      for (int64_t e = d; e < D; ++e) acc[r][m][0] += x[r * D + e] * widen(w[m * D + e]);
+      partial[r * W + m] = acc[r][m];
+    }
+  }
+}
+
+// R rows of x against `count` rows of w.
+template <int R, typename T>
+void strip(const float* x, const T* w, int64_t count, int64_t D, float* out, int64_t F) {
+  constexpr int M = R <= 4 ? 4 : 2;
+  for (int64_t f = 0; f < count; f += W) {
+    const int most = static_cast<int>(std::min<int64_t>(W, count - f));
+    F32 partial[R * W];
+    int m = 0;
+    for (; m + M <= most; m += M) tile<R, M>(x, w + (f + m) * D, D, partial + m);
+    for (; m < most; ++m) tile<R, 1>(x, w + (f + m) * D, D, partial + m);
+    for (int r = 0; r < R; ++r) {
+      const F32 total = sums(partial + r * W);
+      std::memcpy(out + r * F + f, &total, most * sizeof(float));
+    }
+  }
+}
+
+constexpr int kMostRows = 8;  // a tile's accumulators must fit the registers
+
+template <typename T>
+void strips(const float* x, int64_t rows, const T* w, int64_t count, int64_t D, float* out, int64_t F) {
+  using Strip = void (*)(const float*, const T*, int64_t, int64_t, float*, int64_t);
+  static constexpr Strip kernels[] = {strip<1, T>, strip<2, T>, strip<3, T>, strip<4, T>,
+                                      strip<5, T>, strip<6, T>, strip<7, T>, strip<8, T>};
+  for (int64_t r = 0; r < rows; r += kMostRows) {
+    kernels[std::min<int64_t>(rows - r, kMostRows) - 1](x + r * D, w, count, D, out + r * F, F);
+  }
+}
+
+template <typename T>
+void multiply(ffi::ThreadPool& pool, const float* x, int64_t rows, const T* w, int64_t F, int64_t D, float* out) {
+  const int64_t each = std::max<int64_t>(W, kChunkBytes / std::max<int64_t>(1, D * sizeof(T)) / W * W);
+  share(pool, (F + each - 1) / each, [&](int64_t i) {
+    const int64_t f = i * each, count = std::min(each, F - f);
+    strips(x, rows, w + f * D, count, D, out + f, F);
+  });
+}
+
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t D = x.dimensions().back(), rows = x.element_count() / std::max<int64_t>(1, D);
+  const int64_t F = w.dimensions().front();
+  if (w.element_type() == ffi::F32) {
+    multiply(pool, x.typed_data(), rows, static_cast<const float*>(w.untyped_data()), F, D, out->typed_data());
+  } else if (w.element_type() == ffi::BF16) {
+    multiply(pool, x.typed_data(), rows, static_cast<const Bf16*>(w.untyped_data()), F, D, out->typed_data());
+  } else {
+    return ffi::Error::InvalidArgument("matmul: weights must be float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    DecoderMatmul, Matmul,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::AnyBuffer>()
+        .Ret<ffi::Buffer<ffi::F32>>());
+
+}  // namespace decoder

@@ -23,7 +23,8 @@ from decoder.checkpoint import orbax
 from decoder.checkpoint.conversion import convert
 from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.progress import progress_bar
-from decoder.checkpoint.source import TOKENIZER_FILES, read_json, sha256_of_file
+from decoder.checkpoint.source import read_json, sha256_of_file
+from decoder.text.config import TOKENIZER_FILES
 
 DEFAULT = "smollm2-135m-instruct"
 _MANIFESTS = Path(__file__).with_name("manifests")  # a link to checkpoints/ in a checkout, a package in a wheel

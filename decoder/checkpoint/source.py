@@ -14,18 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decoder.checkpoint.errors import CheckpointError
-
-TOKENIZER_FILES = (
-  "tokenizer.json",
-  "tokenizer.model",
-  "tokenizer_config.json",
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "vocab.json",
-  "merges.txt",
-  "chat_template.jinja",
-  "chat_template.json",
-)
+from decoder.text.config import TOKENIZER_FILES
 
 
 class Tensor(NamedTuple):

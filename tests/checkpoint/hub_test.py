@@ -31,7 +31,11 @@ def registry(tiny, tmp_path, monkeypatch) -> dict:
   monkeypatch.setattr(hub, "_MANIFESTS", manifests)
   served = {"file": file, "downloads": 0}
 
-  def run(command, **_):
+  really = subprocess.run
+
+  def run(command, **how):
+    if "pip" not in command:  # the kernels may be built meanwhile
+      return really(command, **how)
     served["downloads"] += 1
     directory = Path(command[command.index("--dest") + 1])
     if error := served.get("error"):

@@ -1,5 +1,8 @@
 """A batch of requests on its way: owns the State, calls the compiled programs, reads what they emit."""
 
+import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,7 +59,14 @@ class Decoding:
     return all(reader.done for reader in self.readers)
 
   def advance(self, steps: int) -> list[str]:
-    """Reads the prompts, at the first call; then up to `steps` further tokens a row. Returns new text by row."""
+    """Reads the prompts, at the first call; then up to `steps` further tokens a row. Returns new text by row.
+
+    A Ctrl-C is raised when it is done: never between the giving away of a State and the keeping of the next.
+    """
+    with _interrupt_later():
+      return self._advance(steps)
+
+  def _advance(self, steps: int) -> list[str]:
     if not self._read:
       self.state, emission = self._programs.read(self.state, self._lengths, self._held)
       self._read = True
@@ -156,6 +166,22 @@ class Stream:
       (self._result,) = self._decoding.results(self._load_s)
       if self._finish:
         self._finish(self._decoding)
+
+
+@contextlib.contextmanager
+def _interrupt_later() -> Iterator[None]:
+  """Holds back KeyboardInterrupt until the block has ended."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  pressed: list[int] = []
+  before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+  if pressed:
+    raise KeyboardInterrupt
 
 
 def _fields(requests: Sequence[Request], capacity: int, held: int) -> dict[str, Any]:

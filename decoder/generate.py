@@ -6,6 +6,7 @@ print(lm.generate("The three laws of thermodynamics are", max_new_tokens=64).tex
 
 import functools
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -106,6 +107,8 @@ class LM:
 
   def warm_up(self, batch: int = 1, lengths: Sequence[int] = (16,), capacity: int | None = None) -> float:
     """Compiles ahead for batches of this size and prompts of these lengths in tokens; returns the seconds it took."""
+    if batch < 1 or not all(length >= 1 for length in lengths):
+      raise ValueError(f"warm_up wants a batch and lengths of at least 1, got {batch} and {lengths!r}")
     start = time.perf_counter()
     for length in lengths:
       self.generate([[0] * length] * batch, max_new_tokens=2, ignore_eos=True, capacity=capacity)
@@ -156,7 +159,9 @@ class LM:
   def _group(self, prompt: Any, settings: Settings) -> list[Request]:
     if settings.stop:
       self._text()  # stop strings are found in text
-    room = min(self.context, settings.capacity or self.context)
+    if settings.capacity is not None and settings.capacity > self.context:
+      raise ValueError(f"capacity {settings.capacity} is beyond the context of {self.name}, {self.context} tokens")
+    room = settings.capacity or self.context
     ids, cut = self._fit(self.encode(prompt, settings.add_bos), settings, room)
     limit = room if settings.max_new_tokens is None else len(ids) + settings.max_new_tokens
     full = "context" if limit > room or settings.max_new_tokens is None else cut
@@ -198,8 +203,10 @@ def load(
   nothing. Raises CheckpointError (a ValueError) that says what was wrong and what to do.
   """
   start = time.perf_counter()
+  if not isinstance(name, str | Path) or not str(name).strip():
+    raise ValueError(f"a model is named by a text or a path, got {name!r}")
+  dtype = _float_type(dtype)
   _keep_compilations(cache_dir)
-  dtype = jax.numpy.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
   checkpoint = load_checkpoint(name, dtype, cache_dir=cache_dir)
   lm = LM(checkpoint, dtype, announce=announce)
   lm.load_s = time.perf_counter() - start
@@ -209,9 +216,31 @@ def load(
 def _keep_compilations(cache_dir: str | Path | None) -> None:
   from decoder.checkpoint.hub import cache_directory
 
-  if jax.config.jax_compilation_cache_dir is None:
-    jax.config.update("jax_compilation_cache_dir", str(cache_directory(cache_dir) / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+  if jax.config.jax_compilation_cache_dir is not None:
+    return
+  directory = cache_directory(cache_dir) / "compiled"
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+      pass
+  except OSError:
+    return  # nothing can be kept there, and JAX would say so for every program
+  jax.config.update("jax_compilation_cache_dir", str(directory))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _float_type(dtype: Any) -> Any:
+  """The type of weights and compute; None is float32 on CPU, bfloat16 elsewhere."""
+  known = ("float32", "bfloat16", "float16")
+  if dtype is None:
+    return jax.numpy.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+  try:
+    found = jax.numpy.dtype(dtype)
+  except TypeError:
+    found = None
+  if found is None or found.name not in known:
+    raise ValueError(f"dtype must be one of {', '.join(known)}, got {dtype!r}")
+  return found
 
 
 def _order(settings: Settings) -> tuple:

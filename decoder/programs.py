@@ -41,16 +41,24 @@ class Clock:
     self._announce = announce
 
   @contextlib.contextmanager
-  def compiling(self, what: str) -> Iterator[None]:
+  def counting(self) -> Iterator[None]:
+    """Adds the time of the block to `seconds`."""
+    start = time.perf_counter()
+    try:
+      yield
+    finally:
+      self.seconds += time.perf_counter() - start
+
+  @contextlib.contextmanager
+  def announcing(self, what: str) -> Iterator[None]:
+    """Announces `what` if the block takes longer than a moment."""
     timer = threading.Timer(_MOMENT, self._announce or (lambda what: None), (what,))
     timer.daemon = True
-    start = time.perf_counter()
     timer.start()
     try:
       yield
     finally:
       timer.cancel()
-      self.seconds += time.perf_counter() - start
 
 
 class Programs:
@@ -138,9 +146,10 @@ class Programs:
 
   def _compile(self, key: tuple, what: str, program: Callable, donated: int | None, *arguments: Any) -> Callable:
     if key not in self._compiled:
-      with self._clock.compiling(what):
+      with self._clock.counting():
         lowered = jax.jit(program, donate_argnums=donated).lower(*arguments)
-        self._compiled[key] = lowered.compile()
+        with self._clock.announcing(what):
+          self._compiled[key] = lowered.compile()
     return self._compiled[key]
 
 

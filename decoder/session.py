@@ -16,6 +16,9 @@ class Session:
   """
 
   def __init__(self, lm: Any, capacity: int | None = None):
+    known = capacity is None or (isinstance(capacity, int) and not isinstance(capacity, bool))
+    if not known or (capacity is not None and not 1 <= capacity <= lm.context):
+      raise ValueError(f"a session's capacity is a number of tokens, 1 … {lm.context}, or None, got {capacity!r}")
     self._lm, self._capacity = lm, capacity or min(lm.context, 4 * SMALLEST_CAPACITY)
     self.clear()
 
@@ -36,10 +39,14 @@ class Session:
     request = self._lm.request(prompt, settings)
     wanted = min(bucket(request.limit, self._capacity), self._lm.context)
     cache, held = self._cache, _shared(self._ids, request.prompt_ids)
-    if cache is not None and cache.capacity < wanted:
-      cache = self._lm.programs(settings).grow(cache, wanted)
     self._cache = None  # given away until the stream ends
-    decoding = self._lm.start([request], capacity=wanted, cache=cache, held=held)
+    try:
+      if cache is not None and cache.capacity < wanted:
+        cache = self._lm.programs(settings).grow(cache, wanted)
+      decoding = self._lm.start([request], capacity=wanted, cache=cache, held=held)
+    except BaseException:  # a Ctrl-C while it compiles, say; what the cache is now, nobody knows
+      self.clear()
+      raise
     return Stream(decoding, self._lm.load_s, self._take_back)
 
   def _take_back(self, decoding: Decoding) -> None:

@@ -56,12 +56,18 @@ class Settings:
     if self.n > 1 and self.temperature == 0:
       raise ValueError(f"n={self.n} samples at temperature 0 would all be the same; set temperature above 0, or n=1")
     stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+    if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
+      raise ValueError(f"stop must be a list of non-empty strings, got {self.stop!r}")
     object.__setattr__(self, "stop", tuple(stop))
-    if not all(isinstance(s, str) and s for s in self.stop):
-      raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+    for name, known in (("include_stop", (bool,)), ("ignore_eos", (bool,)), ("add_bos", (bool, type(None)))):
+      if not isinstance(getattr(self, name), known):
+        raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
     if self.truncate not in (None, "left", "middle"):
       raise ValueError(f"truncate must be 'left', 'middle' or None, got {self.truncate!r}")
-    object.__setattr__(self, "transforms", tuple(self.transforms))
+    links = self.transforms
+    if not isinstance(links, list | tuple) or not all(isinstance(link, LogitTransform) for link in links):
+      raise ValueError(f"transforms must be a list of decoder.sampling.LogitTransform, got {links!r}")
+    object.__setattr__(self, "transforms", tuple(links))
     self.chain()  # the transforms check their own numbers
 
   def chain(self) -> LogitTransform:
@@ -126,7 +132,9 @@ def gather_settings(settings: Settings | None, changes: dict[str, Any]) -> Setti
       near = difflib.get_close_matches(name, known, 1)
       hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
       raise ValueError(f"unknown setting {name!r}; {hint}")
-  return dataclasses.replace(settings or Settings(), **changes)
+  if settings is not None and not isinstance(settings, Settings):
+    raise ValueError(f"settings must be decoder.Settings, got {settings!r}; or give them by keyword, temperature=0.7")
+  return dataclasses.replace(Settings() if settings is None else settings, **changes)
 
 
 def _whole(name: str, value: Any, low: int, high: int | None) -> None:

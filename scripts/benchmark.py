@@ -20,6 +20,7 @@ flags.DEFINE_bool("peer_line", False, "Do the work of shared/peers and print one
 flags.DEFINE_list("batches", ["8", "32"], "Rows decoded together, for --peer_line.")
 flags.DEFINE_list("capacities", [], "Cache sizes to compare, in tokens.")
 flags.DEFINE_integer("rounds", 5, "Alternating rounds, for --capacities.")
+flags.adopt_module_key_flags(entry)
 
 PROMPT = (
   "The history of the city begins with a small settlement near the river, where traders met and boats were built. "

@@ -15,6 +15,7 @@ FLAGS = flags.FLAGS
 entry.define_model_flags()
 entry.define_sampling_flags(max_new_tokens=1024, temperature=0.2)
 flags.DEFINE_string("system", None, "A system message.")
+flags.adopt_module_key_flags(entry)
 
 HELP = """\
 /reset            forget the conversation
@@ -39,11 +40,15 @@ class Chat:
   def reply(self, text: str) -> None:
     """Streams the answer; what was said before a Ctrl-C stays in the conversation."""
     asked = [*self.messages, {"role": "user", "content": text}]
-    pieces = self.session.stream(asked, self.settings)
+    pieces = None
     try:
+      pieces = self.session.stream(asked, self.settings)
       for piece in pieces:
         print(piece, end="", flush=True)
     except KeyboardInterrupt:
+      if pieces is None:  # nothing was read yet: as if it had not been asked
+        print("[stopped]", flush=True)
+        return
       pieces.close()
       print(" [stopped]", end="")
     print(flush=True)
@@ -70,12 +75,16 @@ class Chat:
   def set(self, name: str | None = None, value: str | None = None) -> None:
     from decoder.settings import gather_settings
 
-    if value is None:
-      for key, current in self.settings.describe().items():
-        if name in (None, key):
-          print(f"{key} = {current}")
-      return
-    self.settings = gather_settings(self.settings, {name: parse(value)})
+    if name in ("transforms", "n"):
+      raise ValueError(f"{name} cannot be set in a conversation")
+    if value is not None:
+      self.settings = gather_settings(self.settings, {name: parse(value)})
+    shown = {key: now for key, now in self.settings.describe().items() if key not in ("transforms", "n")}
+    if name is not None and name not in shown:
+      gather_settings(self.settings, {name: None})  # says what is known
+    for key, now in shown.items():
+      if name in (None, key):
+        print(f"{key} = {now}")
 
 
 def parse(value: str) -> Any:

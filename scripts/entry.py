@@ -1,5 +1,6 @@
 """What every script here shares: mistakes end with one line and exit code 2, and generation flags mean one thing."""
 
+import logging as python_logging
 import os
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def run(main: Callable[[], None]) -> None:
   def guarded(argv: list[str]) -> None:
     if len(argv) > 1:
       _fail(f"unexpected argument {argv[1]!r}; everything is given by flags, see --help")
+    logging.get_absl_handler().setFormatter(python_logging.Formatter("%(levelname)s: %(message)s"))
     if not FLAGS["verbosity"].present:
       logging.set_verbosity(logging.WARNING)  # JAX tells at INFO, absl's own default, of every backend it does not find
     try:

@@ -30,12 +30,16 @@ flags.DEFINE_string("system", None, "A system message; only with --chat.")
 flags.DEFINE_bool("stream", True, "Print text as it is written.")
 flags.DEFINE_enum("output", "text", ["text", "json"], "json: one object a prompt.")
 flags.DEFINE_integer("capacity", None, "Tokens the cache has room for; chosen if not given.")
+flags.DEFINE_enum("truncate", None, ["left", "middle"], "Where to cut a prompt that is too long; refused if not given.")
 flags.DEFINE_string("profile", None, "Write a JAX trace of the generation to this directory.")
+flags.adopt_module_key_flags(entry)
 
 
 def main() -> None:
   prompts = read_prompts()
-  settings = {**entry.sampling_settings(), "capacity": FLAGS.capacity}
+  settings = {**entry.sampling_settings(), "capacity": FLAGS.capacity, "truncate": FLAGS.truncate}
+  if FLAGS.profile is not None:
+    Path(FLAGS.profile).mkdir(parents=True, exist_ok=True)
   lm = entry.load(settings)
   with profiler():
     if FLAGS.stream and FLAGS.output == "text" and len(prompts) == 1:
@@ -50,17 +54,24 @@ def main() -> None:
 
 
 def read_prompts() -> list[Any]:
-  texts = list(FLAGS.prompt) + [Path(name).expanduser().read_text(encoding="utf-8") for name in FLAGS.prompt_file]
+  texts = list(FLAGS.prompt) + [decode(Path(name).expanduser().read_bytes(), name) for name in FLAGS.prompt_file]
   if not texts:
     if sys.stdin.isatty():
       print("reading a prompt from the terminal; end it with Ctrl-D", file=sys.stderr)
-    texts = [sys.stdin.read()]
+    texts = [decode(sys.stdin.buffer.read(), "stdin")]
   if FLAGS.system is not None and not FLAGS.chat:
     raise ValueError("--system needs --chat: a raw prompt has no system message")
   if not FLAGS.chat:
     return texts
   before = [{"role": "system", "content": FLAGS.system}] if FLAGS.system is not None else []
   return [[*before, {"role": "user", "content": text}] for text in texts]
+
+
+def decode(data: bytes, name: str) -> str:
+  try:
+    return data.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{name} is not UTF-8 text: byte {data[error.start]:#x} at {error.start}") from error
 
 
 def stream(lm: Any, prompt: Any, settings: dict[str, Any]) -> Any:

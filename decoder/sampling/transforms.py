@@ -42,7 +42,11 @@ class _Update(NamedTuple):
 
   def __call__(self, logits_V: Array, state: tuple, context: Context) -> Array:
     for change, part in zip(self.links, state):
-      logits_V = change(logits_V, part, context)
+      changed_V = change(logits_V, part, context)
+      if jnp.shape(changed_V) != logits_V.shape:
+        name = getattr(change, "__name__", change)
+        raise ValueError(f"transform {name} must give logits of shape {logits_V.shape}, got {jnp.shape(changed_V)}")
+      logits_V = jnp.asarray(changed_V, logits_V.dtype)
     return logits_V
 
 

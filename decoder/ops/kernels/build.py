@@ -67,13 +67,18 @@ def _registered() -> bool:
   try:
     try:
       loaded = ctypes.CDLL(str(library(_cache())))
-    except PermissionError:
+    except FileNotFoundError:  # no compiler
+      raise
+    except OSError:  # the cache cannot be written: a library of this process alone
       loaded = ctypes.CDLL(str(library(Path(tempfile.mkdtemp(prefix="decoder-kernels-")))))
     for name, symbol in TARGETS.items():
       jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
   except (OSError, AttributeError, subprocess.SubprocessError) as error:
     said = getattr(error, "stderr", None) or str(error).encode()
-    _log.warning("CPU kernels could not be built, decoding will be slower: %s", said.decode(errors="replace")[:200])
+    _log.warning(
+      "CPU kernels could not be built, decoding will be slower: %s",
+      " ".join(said.decode(errors="replace").split())[:200],
+    )
     return False
   return True
 

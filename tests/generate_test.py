@@ -294,3 +294,36 @@ def test_an_unread_stream_has_no_result(lm):
   stream.close()
   assert stream.result.finish_reason == "cancelled"
   assert list(stream) == []
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"stop": 5}, "stop must be"),
+    ({"stop": None}, "stop must be"),
+    ({"transforms": 5}, "transforms must be"),
+    ({"transforms": ("x",)}, "transforms must be"),
+    ({"include_stop": "no"}, "include_stop must be"),
+    ({"ignore_eos": None}, "ignore_eos must be"),
+    ({"add_bos": 3}, "add_bos must be"),
+    ({"capacity": 10**9}, "beyond the context"),
+    ({"settings": "x"}, "settings must be"),
+    ({"settings": {"temperature": 1}}, "settings must be"),
+    ({"temprature": 1}, "did you mean 'temperature'"),
+  ],
+)
+def test_a_wrong_type_is_a_clear_error(lm, changes, says):
+  with pytest.raises(ValueError, match=says):
+    lm.generate([1, 2], **changes)
+
+
+def test_a_transform_of_the_wrong_shape_is_refused(lm):
+  short = LogitTransform(init=lambda: (), update=lambda logits_V, state, context: logits_V[:5])
+  with pytest.raises(ValueError, match="must give logits of shape"):
+    lm.generate([1, 2], transforms=(short,))
+
+
+@pytest.mark.parametrize("capacity", ["x", -5, 0, 1.5, True, 10**9])
+def test_a_session_of_an_impossible_capacity_is_refused(lm, capacity):
+  with pytest.raises(ValueError, match="capacity"):
+    lm.session(capacity)

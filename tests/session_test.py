@@ -1,5 +1,7 @@
 """A session answers as if it had no cache, whatever was said, changed or broken off before."""
 
+import signal
+
 import jax.numpy as jnp
 import pytest
 from fixtures import Letters, facade, rand_lm
@@ -86,3 +88,41 @@ def test_no_new_tokens_and_bad_turns_leave_the_cache(lm):
   with pytest.raises(ValueError, match="at least one"):
     session.stream([])
   assert turn(session, [1, 2, 3], seed=1).token_ids == first.token_ids
+
+
+def test_ctrl_c_within_a_call_waits_for_its_state(lm, monkeypatch):
+  """A signal that comes between giving a State away and keeping the next one must not lose the conversation."""
+  whole = lm.generate([1, 2, 3], max_new_tokens=9, ignore_eos=True)
+  session = lm.session(16)
+  stream = session.stream([1, 2, 3], max_new_tokens=9, ignore_eos=True)
+  stream._decoding.advance(1)
+  running = stream._decoding._programs
+  really = running.loop
+
+  def interrupted(state, limit):
+    done = really(state, limit)
+    signal.raise_signal(signal.SIGINT)  # the old state is gone, the new one not yet kept
+    return done
+
+  monkeypatch.setattr(running, "loop", interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    stream._decoding.advance(1)
+  monkeypatch.undo()
+  stream.close()
+  assert stream.result.finish_reason == "cancelled"
+  assert stream.result.token_ids == whole.token_ids[:2]
+  assert session.held == 4  # the prompt and the token that was read back
+  again = session.stream([1, 2, 3], max_new_tokens=9, ignore_eos=True)
+  assert "".join(again) == whole.text
+  assert again.result.token_ids == whole.token_ids
+
+
+def test_a_turn_that_could_not_start_leaves_the_session_usable(lm, monkeypatch):
+  session = lm.session(16)
+  list(session.stream([1, 2, 3], max_new_tokens=4))
+  with monkeypatch.context() as patch:
+    patch.setattr(lm, "start", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+      session.stream([1, 2, 3, 4], max_new_tokens=4)
+  assert session.held == 0
+  list(session.stream([1, 2, 3, 4], max_new_tokens=4))

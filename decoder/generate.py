@@ -192,22 +192,24 @@ def load(
   name: str | Path = DEFAULT,
   *,
   dtype: Any = None,
+  weights: str | None = None,
   cache_dir: str | Path | None = None,
   announce: Callable[[str], None] | None = None,
 ) -> LM:
   """A model by registered name, path (GGUF file, Hugging Face or Orbax directory) or `hf:org/name`.
 
-  dtype: of weights and compute; None is float32 on CPU, bfloat16 elsewhere. cache_dir: where fetched models and
-  compiled programs are kept; default the user's cache directory. announce: told in words before each compilation.
-  Unless JAX's compilation cache is set already, it is set to a folder there, so that a second process compiles
-  nothing. Raises CheckpointError (a ValueError) that says what was wrong and what to do.
+  dtype: of weights and compute; None is float32 on CPU, bfloat16 elsewhere. weights: None for floats, 'keep' for the
+  quantised blocks of a file as they are, or 'int8', 'q8_0', 'q4_0', 'q4_1' to round to (see `checkpoint.load`).
+  cache_dir: where fetched models and compiled programs are kept; default the user's cache directory. announce: told
+  in words before each compilation. Unless JAX's compilation cache is set already, it is set to a folder there, so that
+  a second process compiles nothing. Raises CheckpointError (a ValueError) that says what was wrong and what to do.
   """
   start = time.perf_counter()
   if not isinstance(name, str | Path) or not str(name).strip():
     raise ValueError(f"a model is named by a text or a path, got {name!r}")
   dtype = _float_type(dtype)
   _keep_compilations(cache_dir)
-  checkpoint = load_checkpoint(name, dtype, cache_dir=cache_dir)
+  checkpoint = load_checkpoint(name, dtype, weights=weights, cache_dir=cache_dir)
   lm = LM(checkpoint, dtype, announce=announce)
   lm.load_s = time.perf_counter() - start
   return lm

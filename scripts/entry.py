@@ -9,6 +9,7 @@ from typing import Any
 from absl import app, flags, logging
 
 FLAGS = flags.FLAGS
+WEIGHTS = ("keep", "int8", "q8_0", "q4_0", "q4_1")  # besides float
 
 
 def run(main: Callable[[], None]) -> None:
@@ -61,6 +62,21 @@ def define_model_flags() -> None:
   flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16", "float16"], "Of weights and compute; default float32 on CPU, else bfloat16."
   )
+  define_weights_flag()
+
+
+def define_weights_flag() -> None:
+  flags.DEFINE_enum(
+    "weights",
+    "float",
+    ["float", *WEIGHTS],
+    "How weights are held: float is --dtype's; keep, the file's own 8 or 4 bits; the others round to it.",
+  )
+
+
+def weights() -> str | None:
+  """What the library calls the choice of --weights."""
+  return None if FLAGS.weights == "float" else FLAGS.weights
 
 
 def define_sampling_flags(max_new_tokens: int, temperature: float) -> None:
@@ -82,7 +98,7 @@ def sampling_settings() -> dict[str, Any]:
 
 
 def load(settings: dict[str, Any]) -> Any:
-  """The model of --model and --dtype. `settings` are checked first: a wrong one costs no loading."""
+  """The model of --model, --dtype and --weights. `settings` are checked first: a wrong one costs no loading."""
   from decoder.settings import gather_settings
 
   gather_settings(None, settings)
@@ -91,4 +107,4 @@ def load(settings: dict[str, Any]) -> Any:
   def announce(what: str) -> None:
     print(f"compiling {what}, kept for the next time …", file=sys.stderr, flush=True)
 
-  return decoder.load(FLAGS.model, dtype=FLAGS.dtype, announce=announce)
+  return decoder.load(FLAGS.model, dtype=FLAGS.dtype, weights=weights(), announce=announce)

@@ -1,13 +1,13 @@
-"""GGUF files: metadata becomes a Hugging Face config, quantised blocks become float32, one tensor at a time.
+"""GGUF files: metadata becomes a Hugging Face config; quantised blocks become float32 or stay as they are.
 
 llama.cpp rotates neighbouring pairs where Hugging Face rotates halves, so its converter permutes the rows of q and k
 of Llama models; here they are put back. The `gguf` library parses and dequantises; tensors are mapped by ourselves,
 since the library keeps the whole file mapped and a long conversion would come to hold it all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,8 @@ _PLAIN = {
   "BF16": ml_dtypes.bfloat16,
   "F64": np.float64,
 }
+# Kept as they are where asked, under these names in lower case; `ops.quantised` itself is imported with JAX.
+_KEPT = ("Q8_0", "Q4_0", "Q4_1")
 _BLOCK = 1 << 20  # weights dequantised at a time: the library's temporaries are several times as large
 
 
@@ -231,8 +233,11 @@ def _tensor(file: Path, entry: Any) -> Tensor:
     return Tensor(shape, dtype, lambda: sources.map_array(file, offset, shape, dtype))
   packed_shape = gguf.quant_shape_to_byte_shape(shape, kind)
 
+  def read_packed() -> np.ndarray:
+    return sources.map_array(file, offset, packed_shape, np.dtype(np.uint8)).reshape(-1, packed_shape[-1])
+
   def read() -> np.ndarray:
-    packed = sources.map_array(file, offset, packed_shape, np.dtype(np.uint8)).reshape(-1, packed_shape[-1])
+    packed = read_packed()
     values = np.empty((len(packed), shape[-1]), np.float32)
     step = max(1, _BLOCK // shape[-1])
     try:
@@ -244,11 +249,30 @@ def _tensor(file: Path, entry: Any) -> Tensor:
       ) from error
     return values.reshape(shape)
 
-  return Tensor(shape, np.dtype(np.float32), read)
+  if kind.name not in _KEPT or len(shape) != 2:
+    return Tensor(shape, np.dtype(np.float32), read)
+  name = kind.name.lower()
+  return Tensor(shape, np.dtype(np.float32), read, name, _Blocks(name, shape, read_packed))
+
+
+class _Blocks(NamedTuple):
+  """`Tensor.keep` of rows of GGUF blocks (uint8)."""
+
+  kind: str
+  shape: tuple[int, int]
+  read_packed: Callable[[], np.ndarray]
+
+  def __call__(self, striped: bool) -> Any:
+    from decoder.ops.quantised import from_gguf_blocks
+
+    return from_gguf_blocks(self.read_packed(), self.kind, self.shape, striped=striped)
 
 
 def _unpermuted(path: str, tensor: Tensor, heads: Mapping[str, int]) -> Tensor:
   *_, block, name, _ = f"//{path}".split("/")
   if block != "attention" or name not in heads:
     return tensor
-  return tensor._replace(read=lambda: unpermute(tensor.read(), heads[name]))
+  keep = tensor.keep
+  if keep is not None:  # rows are whole blocks, so they move without being understood
+    keep = keep._replace(read_packed=lambda: unpermute(tensor.keep.read_packed(), heads[name]))
+  return tensor._replace(read=lambda: unpermute(tensor.read(), heads[name]), keep=keep)

@@ -14,6 +14,7 @@ from decoder.checkpoint.mapping import unflatten
 from decoder.checkpoint.progress import progress_bar
 from decoder.checkpoint.safetensors import open_huggingface
 from decoder.checkpoint.source import Source, Tensor, check, expected_shapes
+from decoder.checkpoint.weights import check_weights, kind_of, read_quantised
 
 
 class Checkpoint(NamedTuple):
@@ -21,7 +22,7 @@ class Checkpoint(NamedTuple):
 
   config: as a Hugging Face config.json. generation: as generation_config.json, or {}.
   tokenizer: None if the checkpoint has none; token ids still work then.
-  params: nested dict of arrays on the default device, named as `models.registry.parameter_shapes` names them.
+  params: nested dict on the default device, arrays and QTensors, named as `models.registry.parameter_shapes` does.
   path: the file or directory that it came from.
   """
 
@@ -34,16 +35,24 @@ class Checkpoint(NamedTuple):
 
 
 def load(
-  name: str | Path, dtype: Any = None, *, cache_dir: str | Path | None = None, progress: bool = True
+  name: str | Path,
+  dtype: Any = None,
+  *,
+  weights: str | None = None,
+  cache_dir: str | Path | None = None,
+  progress: bool = True,
 ) -> Checkpoint:
   """Loads a model by registered name, path (GGUF file, Hugging Face or Orbax directory) or `hf:org/name[@revision]`.
 
   dtype: of all parameters; None is float32 on CPU, where XLA's dots are slow in anything else, bfloat16 elsewhere.
+  weights: None for floats; 'keep' for the bits of the file where they are of a kind that `ops.quantised` knows; a kind
+  to round to it what is not of that kind already. Norms, biases and widths that are no multiple of 32 stay floats.
   Weights of an Orbax directory already in that dtype are memory-mapped on CPU and never copied. Raises
   CheckpointError.
   """
   from decoder.checkpoint.hub import resolve
 
+  check_weights(weights)
   path = resolve(name, cache_dir=cache_dir, progress=progress)
   source = open_checked(path)
   return Checkpoint(
@@ -51,7 +60,7 @@ def load(
     config=source.config,
     generation=source.generation,
     tokenizer=source.tokenizer(),
-    params=place(source, dtype, progress),
+    params=place(source, dtype, weights, progress),
     path=path,
   )
 
@@ -83,23 +92,31 @@ def open_source(path: Path) -> Source:
   )
 
 
-def place(source: Source, dtype: Any, progress: bool = True) -> dict[str, Any]:
+def place(source: Source, dtype: Any, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
   """Reads all tensors in parallel and puts them on the default device, as the nested dict of parameters."""
   import jax
+
+  from decoder.ops.kernels import build
 
   if dtype is None:
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+  striped = weights is not None and build.ready()  # the order that the CPU kernels stream
 
-  def put(tensor: Tensor) -> jax.Array:
+  def put(tensor: Tensor) -> Any:
+    value = quantised_or_float(tensor)
+    advance(tensor.size * dtype.itemsize)
+    return value
+
+  def quantised_or_float(tensor: Tensor) -> Any:
+    if kind := kind_of(tensor, weights):
+      return jax.device_put(read_quantised(tensor, kind, striped), may_alias=source.stable)
     array = tensor.read()
     if array.dtype != dtype or not source.stable:
       array = _aligned_copy(array, dtype)
     # On CPU an array aligned to 64 bytes becomes the buffer itself, here a mapped file or a copy of our own. JAX keeps
     # it alive as long as the buffer and copies before it would write to it (donation).
-    value = jax.device_put(array, may_alias=True)
-    advance(array.nbytes)
-    return value
+    return jax.device_put(array, may_alias=True)
 
   tensors = source.tensors
   total = sum(tensor.size for tensor in tensors.values()) * dtype.itemsize

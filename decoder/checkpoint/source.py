@@ -18,11 +18,17 @@ from decoder.text.config import TOKENIZER_FILES
 
 
 class Tensor(NamedTuple):
-  """One weight, not yet read. `read()` gives a new array of this shape and dtype, perhaps a read-only memory map."""
+  """One weight, not yet read. `read()` gives a new array of this shape and dtype, perhaps a read-only memory map.
+
+  kind: one of `ops.quantised.KINDS` for a weight that is stored in few bits; then `keep(striped)` gives it as it is,
+  a QTensor of numpy arrays, where `read` gives the floats that it stands for.
+  """
 
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[], np.ndarray]
+  kind: str | None = None
+  keep: Callable[[bool], Any] | None = None
 
   @property
   def size(self) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from decoder.cache import Cache
 from decoder.ops.attention import Query
-from decoder.ops.linear import linear
+from decoder.ops.linear import linear, look_up
 from decoder.ops.norm import rms_norm
 from decoder.ops.rope import Rope, rotate
 from decoder.types import Array
@@ -28,6 +28,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+def _weight(module: nn.Module, shape: tuple[int, int]) -> Array:
+  """The parameter `weight` in whatever form it came: Flax's own check would look at the shapes of its leaves."""
+  given = module.get_variable("params", "weight")
+  return given if getattr(given, "shape", None) == shape else module.param("weight", _init, shape)
+
+
 class Embedding(nn.Module):
   """A table of token vectors."""
 
@@ -37,7 +43,7 @@ class Embedding(nn.Module):
   @nn.compact
   def __call__(self) -> Array:
     """The table [V, D]; callers index it, and a tied head multiplies by it."""
-    return self.param("weight", _init, (self.size, self.features))
+    return _weight(self, (self.size, self.features))
 
 
 class Linear(nn.Module):
@@ -48,7 +54,7 @@ class Linear(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
-    weight_FD = self.param("weight", _init, (self.features, x.shape[-1]))
+    weight_FD = _weight(self, (self.features, x.shape[-1]))
     bias_F = self.param("bias", nn.initializers.zeros, (self.features,)) if self.bias else None
     return linear(x, weight_FD, bias_F)
 
@@ -115,4 +121,4 @@ class GatedMLP(nn.Module):
 
 def take_rows(table_VD: Array, tokens_BT: Array, dtype: jnp.dtype) -> Array:
   """Token vectors [B, T, D] in the compute type. Ids are clipped: padding may hold any id."""
-  return jnp.take(table_VD, tokens_BT, axis=0, mode="clip").astype(dtype)
+  return look_up(table_VD, tokens_BT).astype(dtype)

@@ -1,8 +1,9 @@
-"""Products with a weight. Weights keep the published [out, in] order: XLA's CPU backend streams it as fast or
-faster for few rows than [in, out], checkpoints need no transposing, and quantised blocks run along `in`."""
+"""Products with a weight, and its rows. Weights keep the published [out, in] order: XLA's CPU backend streams it as
+fast or faster for few rows than [in, out], checkpoints need no transposing, and quantised blocks run along `in`."""
 
 import jax.numpy as jnp
 
+from decoder.ops import quantised
 from decoder.ops.kernels.matmul import matmul
 from decoder.types import Array, QTensor
 
@@ -13,3 +14,10 @@ def linear(x: Array, weight_FD: Array | QTensor, bias_F: Array | None = None) ->
   if bias_F is None:
     return out
   return out + jnp.broadcast_to(bias_F.astype(x.dtype), out.shape)
+
+
+def look_up(weight_FD: Array | QTensor, rows: Array) -> Array:
+  """Rows of a weight: [..., D], float32 for a QTensor. Indices are clipped."""
+  if isinstance(weight_FD, QTensor):
+    return quantised.take_rows(weight_FD, rows)
+  return jnp.take(weight_FD, rows, axis=0, mode="clip")

@@ -18,6 +18,7 @@ from decoder.types import Array, QTensor
 
 GROUP = 32
 STRIPE = 16
+_AT_ONCE = 1 << 20  # weights rounded at a time: the temporaries are several times as large
 
 
 class Kind(NamedTuple):
@@ -43,30 +44,20 @@ def fits(shape: tuple[int, ...]) -> bool:
   return len(shape) == 2 and shape[1] > 0 and shape[1] % GROUP == 0
 
 
+def nbytes(shape: tuple[int, int], kind: str) -> int:
+  """Bytes of a weight of this kind, without the padding of stripes."""
+  of, (F, D) = _checked(kind, shape)
+  floats = F * (D // GROUP) * (2 + 2 * of.minimum) if of.grouped else 4 * F
+  return F * D * of.bits // 8 + floats
+
+
 def quantise(weight_FD: np.ndarray, kind: str, *, striped: bool) -> QTensor:
   """Rounds a float weight on the host, to the same bits as llama.cpp's reference for its kinds. ValueError for a shape
   that does not fit or an unknown kind."""
   of, (F, D) = _checked(kind, weight_FD.shape)
-  groups = np.asarray(weight_FD, np.float32).reshape(F, -1, GROUP if of.grouped else D)
-  minimums = None
-  with np.errstate(divide="ignore", invalid="ignore"):
-    if of.minimum:
-      minimums = groups.min(axis=-1)
-      scales = (groups.max(axis=-1) - minimums) / np.float32(15)
-    elif of.bits == 4:
-      largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1)[..., None], axis=-1)[..., 0]
-      scales = largest / np.float32(-8)
-    else:
-      scales = np.abs(groups).max(axis=-1) / np.float32(127)
-    inverse = np.where(scales == 0, np.float32(0), np.float32(1) / scales)[..., None]
-  if of.bits == 8:
-    scaled = groups * inverse
-    values = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
-  else:
-    shifted = groups - minimums[..., None] if of.minimum else groups
-    values = np.clip(np.trunc(shifted * inverse + np.float32(of.offset + 0.5)), 0, 15).astype(np.uint8)
-  small = np.float16 if of.grouped else np.float32
-  parts = values.reshape(F, D), scales.astype(small), None if minimums is None else minimums.astype(small)
+  step = max(1, _AT_ONCE // D)
+  rounded = [_round(of, np.asarray(weight_FD[row : row + step], np.float32)) for row in range(0, F, step)]
+  parts = (None if part[0] is None else np.concatenate(part) for part in zip(*rounded))
   return _assemble(kind, *parts, striped)
 
 
@@ -86,6 +77,12 @@ def dequantise(q: QTensor, dtype: jnp.dtype = jnp.float32) -> Array:
   """The weight [F, D] that the bits stand for, inside or outside of a trace."""
   values, scales, minimums = by_rows(q)
   return _meaning(KINDS[q.kind], values, scales, minimums).astype(dtype)
+
+
+def unstriped(q: QTensor) -> QTensor:
+  """The same bits in the order by rows, on the host."""
+  values, *floats = (part if part is None else np.asarray(part) for part in by_rows(q))
+  return _assemble(q.kind, values, *floats, False)
 
 
 def take_rows(q: QTensor, rows: Array) -> Array:
@@ -108,6 +105,31 @@ def by_rows(q: QTensor) -> tuple[Array, Array, Array | None]:
     return q.values, q.scales, q.minimums
   F = q.shape[0]
   return tuple(None if part is None else part.reshape(-1, *part.shape[2:])[:F] for part in _unstripe(q))
+
+
+def _round(of: Kind, weight_FD: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+  """Values, scales and minimums by rows."""
+  F, D = weight_FD.shape
+  groups = weight_FD.reshape(F, -1, GROUP if of.grouped else D)
+  minimums = None
+  with np.errstate(divide="ignore", invalid="ignore"):
+    if of.minimum:
+      minimums = groups.min(axis=-1)
+      scales = (groups.max(axis=-1) - minimums) / np.float32(15)
+    elif of.bits == 4:
+      largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1)[..., None], axis=-1)[..., 0]
+      scales = largest / np.float32(-8)
+    else:
+      scales = np.abs(groups).max(axis=-1) / np.float32(127)
+    inverse = np.where(scales == 0, np.float32(0), np.float32(1) / scales)[..., None]
+  if of.bits == 8:
+    scaled = groups * inverse
+    values = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+  else:
+    shifted = groups - minimums[..., None] if of.minimum else groups
+    values = np.clip(np.trunc(shifted * inverse + np.float32(of.offset + 0.5)), 0, 15).astype(np.uint8)
+  small = np.float16 if of.grouped else np.float32
+  return values.reshape(F, D), scales.astype(small), None if minimums is None else minimums.astype(small)
 
 
 def _unstripe(q: QTensor) -> tuple[Array, Array, Array | None]:

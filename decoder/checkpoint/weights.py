@@ -1,0 +1,38 @@
+"""In what form a weight is held: as floats, in the bits of its file, or rounded to a kind of few bits."""
+
+from typing import Any
+
+from decoder.checkpoint.errors import CheckpointError
+from decoder.checkpoint.source import Tensor
+
+KEEP = "keep"
+
+
+def check_weights(weights: str | None) -> None:
+  """Raises CheckpointError for what is neither None, 'keep' nor a kind."""
+  from decoder.ops.quantised import KINDS
+
+  if weights not in (None, KEEP, *KINDS):
+    raise CheckpointError(
+      f"unknown weights {weights!r}",
+      wanted=f"None for floats, {KEEP}, {', '.join(KINDS)}",
+      remedy="name one of them as weights",
+    )
+
+
+def kind_of(tensor: Tensor, weights: str | None) -> str | None:
+  """The kind in which a tensor is held, or None for floats."""
+  from decoder.ops.quantised import fits
+
+  if weights == KEEP:
+    return tensor.kind
+  return weights if weights and fits(tensor.shape) else None
+
+
+def read_quantised(tensor: Tensor, kind: str, striped: bool) -> Any:
+  """The tensor as a QTensor of numpy arrays: bit for bit if it is of this kind already, rounded if not."""
+  from decoder.ops.quantised import quantise
+
+  if tensor.kind == kind:
+    return tensor.keep(striped)
+  return quantise(tensor.read(), kind, striped=striped)

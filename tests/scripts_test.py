@@ -60,6 +60,25 @@ def test_text_is_streamed_to_stdout_and_figures_go_to_stderr(tiny, home):
   assert "peak memory" in line
 
 
+def test_weights_in_few_bits_write_and_are_compared_with_float32(tiny, home, tmp_path):
+  flags = ["--model", str(tiny), "--weights", "int8", "--max_new_tokens", "4", "--ignore_eos", "--output", "json"]
+  done = run("generate.py", *flags, "--prompt", "ab", home=home)
+  assert done.returncode == 0, done.stderr
+  assert len(json.loads(done.stdout)["token_ids"]) == 4
+  (tmp_path / "text").write_text("a b c " * 50)
+  flags = ["--model", str(tiny), "--text", str(tmp_path / "text"), "--formats"]
+  done = run("quality.py", *flags, f"q4_1,q8_0,{tiny}", home=home)
+  assert done.returncode == 0, done.stderr
+  names, *lines = (line.split() for line in done.stdout.splitlines())
+  assert names[0] == "format"
+  four, eight, same = (float(line[3]) for line in lines)  # mean KL
+  assert four > eight > same == 0
+  assert all(line[-1] == "256" for line in lines)
+  short = run("quality.py", *flags, "q8_0", "--tokens", "100", home=home)
+  assert short.returncode == 2
+  assert "at least 256 tokens of text, got 100" in short.stderr
+
+
 def test_chat_wraps_the_prompt_and_a_profile_is_written(tiny, home, tmp_path):
   flags = ["--model", str(tiny), "--max_new_tokens", "2", "--output", "json", "--profile", str(tmp_path)]
   done = run("generate.py", *flags, "--chat", "--system", "s", "--prompt", "hi", home=home)
@@ -86,6 +105,7 @@ def test_chat_wraps_the_prompt_and_a_profile_is_written(tiny, home, tmp_path):
     (["--system", "x"], "--system needs --chat"),
     (["--model", "smollm2-135m-instrcut"], "smollm2-135m-instruct"),
     (["--model", "missing.gguf"], "missing.gguf"),
+    (["--weights", "q9"], "q9"),
     (["--prompt_file", "missing.txt"], "missing.txt"),
   ],
 )

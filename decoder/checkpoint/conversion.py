@@ -14,8 +14,10 @@ from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.loading import open_checked
 from decoder.checkpoint.progress import Progress, progress_bar
 from decoder.checkpoint.source import Source, Tensor, sha256_of_file
+from decoder.checkpoint.weights import check_weights, kind_of, read_quantised
 
 SLICE_BYTES = 32 << 20  # a larger tensor is a slice of its own; smaller slices only make more files
+Form = np.dtype | str  # how a tensor is stored: as floats, or in a kind of `ops.quantised`
 _SPARE_BYTES = 16 << 20  # room for config, tokenizer, manifest and the file system's own overhead
 
 
@@ -24,28 +26,33 @@ def convert(
   out: str | Path,
   dtype: Any = None,
   *,
+  weights: str | None = None,
   origin: Mapping[str, Any] | None = None,
   progress: bool = True,
 ) -> Path:
   """Writes the checkpoint at `source` to the new directory `out`, whole or not at all.
 
   dtype: float32, float16 or bfloat16 for all weights; None keeps each tensor's own (quantised ones become float32).
+  weights: as for `load`; what it makes a QTensor is stored as one, bit for bit.
   origin: facts for the manifest, e.g. name and revision; the sha256 of the source's files is added.
   Peak memory is about two slices, that is, twice the largest tensor. An earlier conversion at `out` is replaced,
   anything else there is refused. Raises CheckpointError.
   """
+  check_weights(weights)
   source, out = Path(source), Path(out)
   refuse_foreign(out, orbax.is_orbax)
   opened = open_checked(source)
-  dtypes = {path: _target_dtype(tensor, dtype, path) for path, tensor in opened.tensors.items()}
-  total = sum(tensor.size * dtypes[path].itemsize for path, tensor in opened.tensors.items())
+  forms = {
+    path: kind_of(tensor, weights) or _target_dtype(tensor, dtype, path) for path, tensor in opened.tensors.items()
+  }
+  total = sum(_bytes(tensor, forms[path]) for path, tensor in opened.tensors.items())
   _check_space(out, total)
   read = sum(file.stat().st_size for file in opened.files)
   with progress_bar(read + 2 * total, f"converting to {out.name}", progress) as advance, workspace(out) as directory:
     described = {"path": str(source.resolve())} | dict(origin or {})
     described["files"] = {file.name: sha256_of_file(file, advance) for file in opened.files}
     _write_texts(opened, directory)
-    entries = _write_tensors(opened, dtypes, directory, advance)
+    entries = _write_tensors(opened, forms, directory, advance)
     orbax.verify_tensors(directory, entries, advance)
     orbax.write_manifest(directory, entries, described)
     publish(directory, out, orbax.is_orbax)
@@ -62,33 +69,43 @@ def _write_texts(source: Source, directory: Path) -> None:
 
 
 def _write_tensors(
-  source: Source, dtypes: Mapping[str, np.dtype], directory: Path, advance: Progress
+  source: Source, forms: Mapping[str, Form], directory: Path, advance: Progress
 ) -> dict[str, dict[str, Any]]:
   """Writes all slices; the manifest's entry for every tensor, hashed before Orbax saw it."""
   entries: dict[str, dict[str, Any]] = {}
-  for number, paths in enumerate(_slices(source.tensors, dtypes)):
+  for number, paths in enumerate(_slices(source.tensors, forms)):
     name, arrays = f"{number:04d}", {}
     for path in paths:
-      array = np.ascontiguousarray(source.tensors[path].read().astype(dtypes[path], copy=False))
-      entries[path] = {
-        "slice": name,
-        "shape": list(array.shape),
-        "dtype": dtypes[path].name,
-        "sha256": orbax.digest(array),
-      }
-      arrays[path] = array
+      entries[path], stored = _stored(path, source.tensors[path], forms[path], name)
+      arrays |= stored
+      del stored  # a second name for the last tensor, which would outlive the slice
     orbax.save_slice(directory, name, arrays)
     advance(sum(array.nbytes for array in arrays.values()))
-    array = None  # a second name for the last tensor, which would outlive the slice
   return entries
 
 
-def _slices(tensors: Mapping[str, Tensor], dtypes: Mapping[str, np.dtype]) -> Iterator[list[str]]:
+def _stored(path: str, tensor: Tensor, form: Form, slice_name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """A tensor's entry in the manifest and its arrays by path."""
+
+  def described(array: np.ndarray) -> dict[str, Any]:
+    shape, digest = list(array.shape), orbax.digest(array)
+    return {"slice": slice_name, "shape": shape, "dtype": array.dtype.name, "sha256": digest}
+
+  if isinstance(form, np.dtype):
+    array = np.ascontiguousarray(tensor.read().astype(form, copy=False))
+    return described(array), {path: array}
+  q = read_quantised(tensor, form, striped=True)
+  parts = {name: np.asarray(part) for name in orbax.PARTS if (part := getattr(q, name)) is not None}
+  entry = {"shape": list(tensor.shape), "kind": form, "parts": {name: described(part) for name, part in parts.items()}}
+  return entry, {f"{path}/{name}": part for name, part in parts.items()}
+
+
+def _slices(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Iterator[list[str]]:
   """Groups of neighbouring tensors of at most SLICE_BYTES; a larger tensor stands alone."""
   group: list[str] = []
   held = 0
   for path, tensor in tensors.items():
-    size = max(tensor.bytes, tensor.size * dtypes[path].itemsize)
+    size = max(tensor.bytes, _bytes(tensor, forms[path]))
     if group and held + size > SLICE_BYTES:
       yield group
       group, held = [], 0
@@ -96,6 +113,14 @@ def _slices(tensors: Mapping[str, Tensor], dtypes: Mapping[str, np.dtype]) -> It
     held += size
   if group:
     yield group
+
+
+def _bytes(tensor: Tensor, form: Form) -> int:
+  if isinstance(form, np.dtype):
+    return tensor.size * form.itemsize
+  from decoder.ops.quantised import nbytes
+
+  return nbytes(tensor.shape, form)
 
 
 def _target_dtype(tensor: Tensor, dtype: Any, path: str) -> np.dtype:

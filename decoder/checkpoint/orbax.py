@@ -1,6 +1,7 @@
 """Self-contained Orbax directories: weights, config, tokenizer, and a manifest that vouches for them.
 
-  manifest.json             format, origin, and for every tensor its slice, shape, dtype and sha256
+  manifest.json             format, origin, and for every tensor its slice, shape, dtype and sha256, or its kind and
+                            those of its parts, if it is a QTensor: striped, as the CPU kernels read it
   config.json, generation_config.json, tokenizer files
   weights/0000, 0001, ...   one Orbax item (PyTree) a slice: an uncompressed zarr array a tensor
 
@@ -33,6 +34,8 @@ DTYPES = {
   "float16": np.dtype(np.float16),
   "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+PARTS = ("values", "scales", "minimums")
+_STORED = DTYPES | {name: np.dtype(name) for name in ("int8", "uint8")}  # with those of PARTS
 _REMEDY = "convert it again, or if it lies in the cache, remove the directory and it is fetched anew"
 
 
@@ -61,7 +64,10 @@ def open_orbax(directory: Path) -> Source:
     config=sources.read_json(directory / "config.json"),
     stable=True,
     generation=sources.read_json(generation) if generation.is_file() else {},
-    tensors={path: _tensor(directory, path, entry) for path, entry in manifest["tensors"].items()},
+    tensors={
+      path: (_quantised if "kind" in entry else _tensor)(directory, path, entry)
+      for path, entry in manifest["tensors"].items()
+    },
     tokenizer=lambda: sources.directory_tokenizer(directory),
     tokenizer_files=lambda: sources.tokenizer_files(directory),
     files=(directory / MANIFEST,),
@@ -85,12 +91,29 @@ def read_manifest(directory: Path) -> dict[str, Any]:
       remedy=_REMEDY,
     )
   tensors, files = manifest.get("tensors"), manifest.get("files")
-  fields = {"slice", "shape", "dtype", "sha256"}
-  if not (isinstance(tensors, dict) and all(isinstance(t, dict) and fields <= set(t) for t in tensors.values())):
+  if not _well_formed(tensors):
     raise CheckpointError(f"{directory / MANIFEST} lists no tensors", remedy=_REMEDY)
   if not (isinstance(files, dict) and all(isinstance(f, dict) and "bytes" in f for f in files.values())):
     raise CheckpointError(f"{directory / MANIFEST} lists no files", remedy=_REMEDY)
   return manifest
+
+
+def _well_formed(tensors: Any) -> bool:
+  if not (isinstance(tensors, dict) and all(isinstance(entry, dict) for entry in tensors.values())):
+    return False
+  for entry in tensors.values():
+    if "kind" in entry and not ("shape" in entry and isinstance(entry.get("parts"), dict) and entry["parts"]):
+      return False
+  fields = {"slice", "shape", "dtype", "sha256"}
+  return all(isinstance(array, dict) and fields <= set(array) for array in _arrays(tensors).values())
+
+
+def _arrays(entries: Mapping[str, Any]) -> dict[str, Any]:
+  """The entries of stored arrays by path: of a QTensor its parts."""
+  found = {}
+  for path, entry in entries.items():
+    found |= {f"{path}/{name}": part for name, part in entry["parts"].items()} if "kind" in entry else {path: entry}
+  return found
 
 
 def save_slice(directory: Path, name: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -116,7 +139,7 @@ def write_manifest(directory: Path, tensors: Mapping[str, Any], origin: Mapping[
     "source": dict(origin),
     "tools": {name: _version(name) for name in ("decoder", "orbax-checkpoint", "gguf")},
     "parameters": sum(math.prod(entry["shape"]) for entry in tensors.values()),
-    "dtype": ", ".join(sorted({entry["dtype"] for entry in tensors.values()})),
+    "dtype": ", ".join(sorted({entry.get("kind") or entry["dtype"] for entry in tensors.values()})),
     "files": {
       name: {"bytes": (directory / name).stat().st_size, "sha256": sources.sha256_of_file(directory / name)}
       for name in names
@@ -138,7 +161,7 @@ def verify_tensors(
   directory: Path, entries: Mapping[str, Any], on_bytes: Callable[[int], None] = lambda count: None
 ) -> None:
   """The same for the weights alone, against entries that need not be written yet."""
-  for path, entry in entries.items():
+  for path, entry in _arrays(entries).items():
     array = _tensor(directory, path, entry).read()
     _compare(directory / "weights" / entry["slice"] / path, entry["sha256"], digest(array))
     on_bytes(array.nbytes)
@@ -150,15 +173,31 @@ def digest(array: np.ndarray) -> str:
 
 
 def _tensor(directory: Path, path: str, entry: Mapping[str, Any]) -> Tensor:
-  if entry["dtype"] not in DTYPES:
+  if entry["dtype"] not in _STORED:
     raise CheckpointError(f"{directory}: tensor {path} is of unknown type {entry['dtype']!r}", remedy=_REMEDY)
-  shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+  shape, dtype = tuple(entry["shape"]), _STORED[entry["dtype"]]
   item = directory / "weights" / entry["slice"]
   file = _mappable(item, path, shape, dtype)
   if file is None:
     return Tensor(shape, dtype, lambda: _restore(item, path, shape, dtype))
   _check_length(file, math.prod(shape) * dtype.itemsize)
   return Tensor(shape, dtype, lambda: sources.map_array(file, 0, shape, dtype))
+
+
+def _quantised(directory: Path, path: str, entry: Mapping[str, Any]) -> Tensor:
+  from decoder.ops import quantised
+  from decoder.types import QTensor
+
+  kind, shape = entry["kind"], tuple(entry["shape"])
+  parts = {name: _tensor(directory, f"{path}/{name}", part) for name, part in entry["parts"].items()}
+  if kind not in quantised.KINDS or set(parts) != set(PARTS[: 2 + quantised.KINDS[kind].minimum]):
+    raise CheckpointError(f"{directory}: tensor {path} is of unknown kind {kind!r}", got=list(parts), remedy=_REMEDY)
+
+  def keep(striped: bool) -> QTensor:
+    q = QTensor(*(parts[name].read() if name in parts else None for name in PARTS), kind, shape, True)
+    return q if striped else quantised.unstriped(q)
+
+  return Tensor(shape, np.dtype(np.float32), lambda: np.asarray(quantised.dequantise(keep(True))), kind, keep)
 
 
 def _mappable(item: Path, path: str, shape: tuple[int, ...], dtype: np.dtype) -> Path | None:

@@ -1,5 +1,7 @@
 """Weights held in few bits: what is loaded is what the file holds, and the model is the one of the floats it means."""
 
+import json
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from fixtures import byte_model
 
 import decoder
 from decoder.cache import allocate
-from decoder.checkpoint import CheckpointError, load, open_source
+from decoder.checkpoint import CheckpointError, convert, load, open_source, verify
 from decoder.checkpoint.mapping import flatten, unflatten
 from decoder.models import registry
 from decoder.ops import quantised
@@ -164,3 +166,45 @@ def test_a_batch_of_quantised_rows_is_each_row_alone(tiny, tmp_path, weights, st
   floats = [result.token_ids for result in lm.generate(prompts, **options)]
   agree = np.mean([a == b for x, y in zip(together, floats) for a, b in zip(x, y)])
   assert agree > 0.9
+
+
+@pytest.mark.parametrize("weights", ["keep", *quantised.KINDS])
+def test_a_converted_directory_holds_the_same_bits(tiny, tmp_path, weights, striped):
+  config = tiny.config()
+  file = tiny.gguf(tmp_path / "m.gguf", config, tiny.tensors(config), "Q4_1")
+  out = convert(file, tmp_path / "out", weights=weights)
+  verify(out)
+  kind = "q4_1" if weights == "keep" else weights
+  assert json.loads((out / "manifest.json").read_text())["dtype"] == f"float32, {kind}"
+  wanted = load(file, "float32", weights=weights).params
+  for how in ("keep", kind):
+    jax.tree.map(np.testing.assert_array_equal, load(out, "float32", weights=how).params, wanted)
+  jax.tree.map(np.testing.assert_array_equal, flatten(load(out, "float32").params), meaning(wanted))
+  again = convert(out, tmp_path / "again", weights="keep")
+  jax.tree.map(np.testing.assert_array_equal, load(again, "float32", weights="keep").params, wanted)
+
+
+def test_parts_are_mapped_and_a_flipped_bit_of_one_is_found(tiny, tmp_path, monkeypatch):
+  config = tiny.config()
+  tensors = tiny.tensors(config)
+  tensors["model.layers.0.mlp.up_proj.weight"][:] = 0  # Orbax might leave out what is zero everywhere
+  out = convert(tiny.huggingface(tmp_path / "hf", config, tensors), tmp_path / "out", weights="q4_1")
+  monkeypatch.setattr("decoder.checkpoint.orbax._restore", None)  # would be called for what cannot be mapped
+  params = load(out, "float32", weights="keep").params
+  assert not meaning(params)["layers_0/mlp/up/weight"].any()
+  file = next(file for file in (out / "weights").rglob("0.0.0") if "down.weight.scales" in file.parent.name)
+  data = bytearray(file.read_bytes())
+  data[100] ^= 1
+  file.write_bytes(data)
+  with pytest.raises(CheckpointError, match=r"down/weight/scales is damaged"):
+    verify(out)
+
+
+@pytest.mark.parametrize("change", [{"kind": "q9"}, {"parts": {}}, {"parts": None}, {"kind": "q4_0"}])
+def test_a_manifest_of_impossible_parts_is_refused(tiny, tmp_path, change):
+  out = convert(tiny.huggingface(tmp_path / "hf", tiny.config()), tmp_path / "out", weights="q4_1")
+  manifest = json.loads((out / "manifest.json").read_text())
+  manifest["tensors"]["head/weight"] |= change
+  (out / "manifest.json").write_text(json.dumps(manifest))
+  with pytest.raises(CheckpointError, match=r"unknown kind|lists no tensors"):
+    load(out, "float32", weights="keep")

@@ -2,10 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from fixtures import Letters, begin, facade, prompts, rand_lm
 
 from decoder.cache import Contiguous
+from decoder.ops import quantised
+from decoder.ops.kernels import build
 from decoder.sampling import chain, min_p, temperature, top_k, top_p
 from decoder.strategies import autoregressive, run
 
@@ -54,9 +57,20 @@ def test_C122_nothing_recompiles_beyond_the_buckets():
   assert compiled.count == 0
 
 
-def memory(donate):
+def rounded(params, kind):
+  """The parameters with all weights that fit in few bits."""
+  return jax.tree.map(
+    lambda leaf: (
+      quantised.quantise(np.asarray(leaf), kind, striped=build.ready()) if quantised.fits(leaf.shape) else leaf
+    ),
+    params,
+  )
+
+
+def memory(donate, kind=None):
   """Sizes of the decode step's compiled program at a capacity where the cache dwarfs all else."""
   network, params = rand_lm()
+  params = rounded(params, kind) if kind else params
   link = chain(temperature(1.0), top_k(3), top_p(0.9), min_p(0.1))
   strategy = autoregressive(network.model, link)
   state = begin(network, [[1]], [100], transforms=link, capacity=8192, layout=Contiguous)
@@ -66,8 +80,9 @@ def memory(donate):
   return analysis, layer, layer * len(state.cache.layers)
 
 
-def test_a_step_updates_the_cache_in_place():
-  analysis, layer, cache = memory(donate=True)
+@pytest.mark.parametrize("kind", [None, "int8", "q4_1"])
+def test_a_step_updates_the_cache_in_place(kind):
+  analysis, layer, cache = memory(donate=True, kind=kind)
   assert analysis.alias_size_in_bytes >= cache
   assert analysis.temp_size_in_bytes < layer
 

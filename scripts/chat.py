@@ -5,6 +5,8 @@ Usage:
 The prompt line shows how much of the context is used: [42/8192]. Ctrl-C ends a reply, Ctrl-D the program.
 """
 
+import ast
+import signal
 import sys
 from typing import Any
 
@@ -39,18 +41,27 @@ class Chat:
 
   def reply(self, text: str) -> None:
     """Streams the answer; what was said before a Ctrl-C stays in the conversation."""
-    asked = [*self.messages, {"role": "user", "content": text}]
-    pieces = None
+    asked, pieces, pressed = [*self.messages, {"role": "user", "content": text}], None, []
+
+    def interrupt(number: int, frame: Any) -> None:
+      pressed.append(number)
+      raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
       pieces = self.session.stream(asked, self.settings)
       for piece in pieces:
         print(piece, end="", flush=True)
+        if pressed:  # raised within a callback of a library, it was swallowed
+          raise KeyboardInterrupt
     except KeyboardInterrupt:
       if pieces is None:  # nothing was read yet: as if it had not been asked
         print("[stopped]", flush=True)
         return
       pieces.close()
       print(" [stopped]", end="")
+    finally:
+      signal.signal(signal.SIGINT, before)
     print(flush=True)
     self.messages = [*asked, {"role": "assistant", "content": pieces.result.text}]
     if pieces.result.truncated == "context":
@@ -75,8 +86,6 @@ class Chat:
   def set(self, name: str | None = None, value: str | None = None) -> None:
     from decoder.settings import gather_settings
 
-    if name in ("transforms", "n"):
-      raise ValueError(f"{name} cannot be set in a conversation")
     if value is not None:
       self.settings = gather_settings(self.settings, {name: parse(value)})
     shown = {key: now for key, now in self.settings.describe().items() if key not in ("transforms", "n")}
@@ -89,15 +98,10 @@ class Chat:
 
 def parse(value: str) -> Any:
   """A number, None, true or false, or the text itself."""
-  named = {"none": None, "off": None, "true": True, "false": False}
-  if value.lower() in named:
-    return named[value.lower()]
-  for kind in (int, float):
-    try:
-      return kind(value)
-    except ValueError:
-      continue
-  return value
+  try:
+    return ast.literal_eval(value.capitalize() if value.lower() in ("none", "true", "false") else value)
+  except (ValueError, SyntaxError):
+    return value
 
 
 def read_text(prompt: str) -> str:

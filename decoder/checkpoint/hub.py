@@ -24,6 +24,7 @@ from decoder.checkpoint.conversion import convert
 from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.progress import progress_bar
 from decoder.checkpoint.source import read_json, sha256_of_file
+from decoder.ops.kernels import build
 from decoder.text.config import TOKENIZER_FILES
 
 DEFAULT = "smollm2-135m-instruct"
@@ -62,9 +63,7 @@ def registered() -> dict[str, dict[str, Any]]:
 
 
 def cache_directory(cache_dir: str | Path | None) -> Path:
-  if cache_dir is not None:
-    return Path(cache_dir).expanduser()
-  return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decoder"
+  return build.cache_directory() if cache_dir is None else Path(cache_dir).expanduser()
 
 
 def _from_registry(name: str, manifest: dict[str, Any], cache: Path, progress: bool) -> Path:

@@ -66,7 +66,7 @@ def library(directory: Path) -> Path:
 def _registered() -> bool:
   try:
     try:
-      loaded = ctypes.CDLL(str(library(_cache())))
+      loaded = ctypes.CDLL(str(library(cache_directory())))
     except FileNotFoundError:  # no compiler
       raise
     except OSError:  # the cache cannot be written: a library of this process alone
@@ -98,7 +98,8 @@ def _run(*command: str) -> bytes:
   return subprocess.run(command, check=True, capture_output=True, timeout=600).stdout
 
 
-def _cache() -> Path:
+def cache_directory() -> Path:
+  """Where this library keeps what can be made again: kernels, models, compiled programs."""
   return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decoder"
 
 

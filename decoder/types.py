@@ -59,9 +59,11 @@ class Info(NamedTuple):
   """What is known of an emission besides its tokens.
 
   finish_B: int8, how a row stands after it: one of `strategies.autoregressive.Finish`.
+  details: a pytree of whatever was asked about each token (log-probs, say), its leaves [B, N, ...] like `tokens_BN`.
   """
 
   finish_B: Array
+  details: Any = None
 
 
 class Emission(NamedTuple):

@@ -6,7 +6,7 @@ are float32; ids ≥ the tokenizer's size and whatever was masked before already
 Ties at the edge of a set go to the lowest ids.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,13 +41,21 @@ class _Update(NamedTuple):
   links: tuple[Callable, ...]
 
   def __call__(self, logits_V: Array, state: tuple, context: Context) -> Array:
-    for change, part in zip(self.links, state):
+    return [logits_V, *self.steps(logits_V, state, context)][-1]
+
+  def steps(self, logits_V: Array, state: tuple, context: Context) -> Iterator[Array]:
+    """What each link leaves, one after another."""
+    for change, name, part in zip(self.links, self.names, state):
       changed_V = change(logits_V, part, context)
       if jnp.shape(changed_V) != logits_V.shape:
-        name = getattr(change, "__name__", change)
         raise ValueError(f"transform {name} must give logits of shape {logits_V.shape}, got {jnp.shape(changed_V)}")
       logits_V = jnp.asarray(changed_V, logits_V.dtype)
-    return logits_V
+      yield logits_V
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """What the links are called."""
+    return tuple(getattr(change, "__name__", str(change)).strip("_") for change in self.links)
 
 
 class _Observe(NamedTuple):

@@ -6,6 +6,7 @@ function at different T, and the head is paid for one token a row.
 """
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from decoder.cache import Cache
-from decoder.sampling import Context, LogitTransform, categorical
+from decoder.sampling import Context, Drawn, LogitTransform, categorical, nothing
 from decoder.types import NONE, Array, Emission, Info, Model, Params, Strategy
 
 
@@ -50,10 +51,16 @@ class State:
   settings: Any
 
 
-def autoregressive(model: Model, chain: LogitTransform, vocab_size: int | None = None) -> Strategy:
+def autoregressive(
+  model: Model,
+  chain: LogitTransform,
+  vocab_size: int | None = None,
+  inspect: Callable[[Drawn], Any] = nothing,
+) -> Strategy:
   """Draws one token a row and step, through `chain`.
 
-  vocab_size: ids at or above it can never be drawn (embedding tables are often padded); None: all can.
+  vocab_size: ids at or above it can never be drawn (embedding tables are often padded); None: all can. inspect: what
+  to tell of each draw, a pure function for one row to a pytree of fixed shapes; it becomes `Emission.info.details`.
   The draw at position p of a row depends on its key, p and its own logits only: not on its slot, its neighbours, the
   chunks its prompt came in, or whether it is streamed.
   """
@@ -66,17 +73,20 @@ def autoregressive(model: Model, chain: LogitTransform, vocab_size: int | None =
     return state.replace(cache=cache), features_BD
 
   def draw(params: Params, state: State, features_BD: Array, allowed_BV: Array | None = None) -> tuple[State, Emission]:
-    logits_BV = model.head(params, features_BD).astype(jnp.float32)  # f32: probabilities of rare tokens
-    peak_B = jnp.max(logits_BV, axis=-1)
+    raw_BV = model.head(params, features_BD).astype(jnp.float32)  # f32: probabilities of rare tokens
+    peak_B, logits_BV = jnp.max(raw_BV, axis=-1), raw_BV
     if vocab_size is not None and vocab_size < logits_BV.shape[-1]:
       logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1])[None] < vocab_size, logits_BV, -jnp.inf)
     if allowed_BV is not None:
       logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
-    token_B, kept_B, settings = jax.vmap(_draw_row, in_axes=(None, 0, 0, 0, 0, 0, 0))(
-      chain, state.key_B, logits_BV, state.settings, state.context_BL, state.length_B, state.prompt_B
+    context_B = Context(state.context_BL, state.length_B, state.prompt_B)
+    drawn_B, settings = jax.vmap(_draw_row, in_axes=(None, 0, 0, 0, 0, 0))(
+      chain, state.key_B, raw_BV, logits_BV, state.settings, context_B
     )
     # The first tells of the model, the second of masks and transforms: whether they left anything to draw.
-    return _emit(state.replace(settings=settings), token_B, jnp.isfinite(peak_B) & jnp.isfinite(kept_B))
+    sound_B = jnp.isfinite(peak_B) & jnp.isfinite(jnp.max(drawn_B.kept_V, axis=-1))
+    details = jax.tree.map(lambda x: x[:, None], jax.vmap(inspect)(drawn_B))
+    return _emit(state.replace(settings=settings), drawn_B.token, sound_B, details)
 
   return Strategy(init, forward, draw)
 
@@ -119,15 +129,15 @@ def release(state: State, rows_B: Array) -> State:
 
 
 def _draw_row(
-  chain: LogitTransform, key: Array, logits_V: Array, settings: Any, tokens_L: Array, length: Array, prompt: Array
-) -> tuple[Array, Array, Any]:
-  """The token, the largest logit it was drawn among, and the chain's state after it."""
-  kept_V = chain.update(logits_V, settings, Context(tokens_L, length, prompt))
-  token = categorical(jax.random.fold_in(key, length), kept_V)
-  return token, jnp.max(kept_V), chain.observe(settings, token)
+  chain: LogitTransform, key: Array, raw_V: Array, logits_V: Array, settings: Any, context: Context
+) -> tuple[Drawn, Any]:
+  """The draw, and the chain's state after it."""
+  kept_V = chain.update(logits_V, settings, context)
+  token = categorical(jax.random.fold_in(key, context.length), kept_V)
+  return Drawn(raw_V, logits_V, kept_V, token, settings, context), chain.observe(settings, token)
 
 
-def _emit(state: State, token_B: Array, sound_B: Array) -> tuple[State, Emission]:
+def _emit(state: State, token_B: Array, sound_B: Array, details: Any) -> tuple[State, Emission]:
   """Appends the drawn tokens to running rows and says what ended."""
   running_B = state.finish_B == Finish.RUNNING
   drawn_B = running_B & sound_B
@@ -147,4 +157,4 @@ def _emit(state: State, token_B: Array, sound_B: Array) -> tuple[State, Emission
     length_B=length_B,
     finish_B=finish_B,
   )
-  return state, Emission(token_B[:, None], drawn_B.astype(jnp.int32), Info(finish_B))
+  return state, Emission(token_B[:, None], drawn_B.astype(jnp.int32), Info(finish_B, details))

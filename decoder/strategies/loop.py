@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -10,7 +11,7 @@ from decoder.types import Array, Emission, Info, Params, Strategy
 
 
 class Run(NamedTuple):
-  """state: as the loop left it. tokens_BN, count_B: what each row emitted, valid before its count."""
+  """state: as the loop left it. emission: what each row emitted in all steps, valid before its count."""
 
   state: Any
   emission: Emission
@@ -23,6 +24,7 @@ def run(strategy: Strategy, params: Params, state: Any, limit: Array, size: int)
   that a donated one is updated in place: without it the cache is copied.
   """
   batch = state.finish_B.shape[0]
+  step = jax.jit(strategy.step, inline=True)  # traced once, though looked at twice
   rows = jnp.arange(batch)[:, None]
 
   def going(carry: tuple) -> Array:
@@ -30,16 +32,23 @@ def run(strategy: Strategy, params: Params, state: Any, limit: Array, size: int)
     return (steps < limit) & jnp.any(state.finish_B == 0)
 
   def body(carry: tuple) -> tuple:
-    state, tokens_BN, count_B, steps = carry
-    state, emission = strategy.step(params, state)
+    state, written, count_B, steps = carry
+    state, emission = step(params, state)
     offset = jnp.arange(emission.tokens_BN.shape[1])[None]
     slots = jnp.where(offset < emission.count_B[:, None], count_B[:, None] + offset, size)
-    tokens_BN = tokens_BN.at[rows, slots].set(emission.tokens_BN, mode="drop")
-    return state, tokens_BN, count_B + emission.count_B, steps + 1
+    written = jax.tree.map(lambda all_, new: all_.at[rows, slots].set(new, mode="drop"), written, _columns(emission))
+    return state, written, count_B + emission.count_B, steps + 1
 
-  start = (state, jnp.zeros((batch, size), jnp.int32), jnp.zeros((batch,), jnp.int32), jnp.int32(0))
-  state, tokens_BN, count_B, _ = lax.while_loop(going, body, start)
-  return Run(state, Emission(tokens_BN, count_B, Info(state.finish_B)))
+  columns = _columns(jax.eval_shape(step, params, state)[1])
+  room = jax.tree.map(lambda x: jnp.zeros((batch, size, *x.shape[2:]), x.dtype), columns)
+  state, written, count_B, _ = lax.while_loop(going, body, (state, room, jnp.zeros((batch,), jnp.int32), jnp.int32(0)))
+  tokens_BN, details = written
+  return Run(state, Emission(tokens_BN, count_B, Info(state.finish_B, details)))
+
+
+def _columns(emission: Emission) -> tuple[Array, Any]:
+  """What an emission says of each token: leaves [B, N, ...]."""
+  return emission.tokens_BN, emission.info.details
 
 
 def stream(step: Callable, params: Params, state: Any) -> Iterator[tuple[Any, Emission]]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from decoder.constrained import driver
 from decoder.programs import LOOP, Programs, bucket
 from decoder.reader import Reader, Request
 from decoder.settings import Result, Timings
@@ -38,7 +39,7 @@ class Decoding:
   ):
     self.readers = list(readers)
     self.requests = [reader.request for reader in readers]
-    self._programs, self._compiled_s, self._held = programs, compiled_s, held
+    self._drive, self._compiled_s, self._held = driver(programs, readers), compiled_s, held
     self._start, self._compiled_before = time.perf_counter(), compiled_s()
     self._times: list[list[float]] = [[] for _ in readers]  # when each token came, milliseconds from the start
     self._now = 0.0
@@ -49,10 +50,12 @@ class Decoding:
     self._lengths = [len(request.prompt_ids) for request in self.requests]
     ahead = max(request.limit - length for request, length in zip(self.requests, self._lengths))
     if ahead > 0:
-      programs.prepare(self.state, self._lengths, held, loop=ahead > 1)
+      self._drive.prepare(self.state, self._lengths, held, loop=ahead > 1)
     for reader, length in zip(self.readers, self._lengths):
       if reader.request.limit <= length:
         reader.end("length")
+      elif reader.constraint is not None and reader.constraint.done:  # by the empty text
+        reader.end("stop")
 
   @property
   def done(self) -> bool:
@@ -68,12 +71,12 @@ class Decoding:
 
   def _advance(self, steps: int) -> list[str]:
     if not self._read:
-      self.state, emission = self._programs.read(self.state, self._lengths, self._held)
+      self.state, emission = self._drive.read(self.state, self._lengths, self._held)
       self._read = True
     else:
       if any(r.settings.stop for r in self.requests):
         steps = min(steps, _STEPS_WITH_STOPS)
-      self.state, emission = self._programs.loop(self.state, min(steps, LOOP))
+      self.state, emission = self._drive.loop(self.state, min(steps, LOOP))
     tokens_BN, count_B, finish_B = jax.device_get((emission.tokens_BN, emission.count_B, emission.info.finish_B))
     self.sound &= not bool((finish_B == Finish.ERROR).any())
     before, self._now = self._now, (time.perf_counter() - self._start - self._compiled()) * 1e3

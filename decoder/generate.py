@@ -23,6 +23,7 @@ from decoder.programs import LOOP, SMALLEST_CAPACITY, Clock, Programs, bucket
 from decoder.reader import Reader, Request
 from decoder.session import Session
 from decoder.settings import Settings, gather_settings
+from decoder.text.constraints import Constraint, Vocabulary
 from decoder.types import Model
 
 
@@ -167,7 +168,19 @@ class LM:
     full = "context" if limit > room or settings.max_new_tokens is None else cut
     seed = secrets.randbits(32) if settings.seed is None else settings.seed
     ends = () if settings.ignore_eos else self.ends
-    return [Request(ids, settings, seed, sample, min(limit, room), ends, cut, full) for sample in range(settings.n)]
+    constraint = self._constraint(settings, ends)
+    return [
+      Request(ids, settings, seed, sample, min(limit, room), ends, cut, full, constraint)
+      for sample in range(settings.n)
+    ]
+
+  def _constraint(self, settings: Settings, ends: Sequence[int]) -> Constraint | None:
+    spec = settings.constraint()
+    return None if spec is None else self._vocabulary.constraint(spec, ends)
+
+  @functools.cached_property
+  def _vocabulary(self) -> Vocabulary:
+    return Vocabulary(self._text(), self.network.vocab_size, self.ends)
 
   def _fit(self, ids: tuple[int, ...], settings: Settings, room: int) -> tuple[tuple[int, ...], str | None]:
     """The prompt, shortened where asked, so that up to a quarter of the room is left for the answer."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from decoder.cache import Raw, allocate
@@ -89,7 +90,7 @@ class Programs:
 
     def program(cache: Any) -> Any:
       larger = allocate(self._network.cache_spec, cache.batch, capacity, codec=Raw(self._network.dtype))
-      return larger.insert(jax.numpy.arange(cache.batch), cache)
+      return larger.insert(jnp.arange(cache.batch), cache)
 
     key = ("grow", cache.batch, cache.capacity, capacity)
     return self._compile(key, f"a cache for {capacity} tokens", program, None, cache)(cache)
@@ -110,18 +111,51 @@ class Programs:
     lengths: tokens of each row's prompt. held: how many of them the cache holds already, of every row. Chunks are
     aligned to the prompts' ends, so that the last chunk holds every row's last token.
     """
+    state, last, start_B = self._read_but_last(state, lengths, held)
+    return self._last(last, state, start_B)(self._params, state, start_B)
+
+  def loop(self, state: State, limit: int) -> Run:
+    """Up to `limit` ≤ LOOP further steps."""
+    return self._loop(state)(self._params, state, np.int32(limit))
+
+  def prepare_halves(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
+    """Compiles what `read_half`, `forward` and `draw` will need."""
+    start_B = np.zeros(state.length_B.shape, np.int32)
+    last, before = _chunks(lengths, held)
+    if before:
+      self._chunk(state, start_B)
+    self._forward(last, state, start_B)
+    if loop:
+      self._forward(1, state, None)
+    features_BD = jax.eval_shape(lambda params, state: self._strategy.forward(params, state)[1], self._params, state)
+    self._draw(state, features_BD, self.open_masks(state))
+
+  def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
+    """Like `read`, up to the draw: gives the features that `draw` takes."""
+    state, last, start_B = self._read_but_last(state, lengths, held)
+    return self._forward(last, state, start_B)(self._params, state, start_B)
+
+  def forward(self, state: State) -> tuple[State, Array]:
+    """Reads each row's last token; gives the features that `draw` takes. Returns before the device is done."""
+    return self._forward(1, state, None)(self._params, state, None)
+
+  def open_masks(self, state: State) -> np.ndarray:
+    """Masks for `draw` that forbid nothing, to be changed: a bit an id, uint32 words, lowest bit first."""
+    return np.full((state.length_B.shape[0], -(-self._network.vocab_size // 32)), 2**32 - 1, np.uint32)
+
+  def draw(self, state: State, features_BD: Array, masks_BW: np.ndarray) -> tuple[State, Emission]:
+    """Draws a token a row among those that its mask allows."""
+    return self._draw(state, features_BD, masks_BW)(self._params, state, features_BD, masks_BW)
+
+  def _read_but_last(self, state: State, lengths: Sequence[int], held: int) -> tuple[State, int, np.ndarray]:
+    """The state with all but the last chunk read, that chunk's size, and where it starts in each row."""
     start_B = np.zeros(state.length_B.shape, np.int32)  # rows that pad the batch keep length 0
     start_B[: len(lengths)] = lengths
     last, before = _chunks(lengths, held)
     for chunk in range(before, 0, -1):
       start = start_B - np.int32(last + chunk * CHUNK)
       state = self._chunk(state, start)(self._params, state, start)
-    start = start_B - np.int32(last)
-    return self._last(last, state, start)(self._params, state, start)
-
-  def loop(self, state: State, limit: int) -> Run:
-    """Up to `limit` ≤ LOOP further steps."""
-    return self._loop(state)(self._params, state, np.int32(limit))
+    return state, last, start_B - np.int32(last)
 
   def _chunk(self, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> State:
@@ -137,6 +171,25 @@ class Programs:
 
     key = ("last", size, _signature(state))
     return self._compile(key, f"prompts up to {size} tokens", program, 1, self._params, state, start_B)
+
+  def _forward(self, size: int, state: State, start_B: np.ndarray | None) -> Callable:
+    """start_B: where the `size` tokens to read start; None: what is pending."""
+
+    def program(params: Any, state: State, start_B: Array | None) -> tuple[State, Array]:
+      reading = state if start_B is None else pending(state, start_B, size)
+      after, features_BD = self._strategy.forward(params, reading)
+      return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), features_BD
+
+    key = ("forward", size, start_B is None, _signature(state))
+    return self._compile(key, f"forward of {size} tokens", program, 1, self._params, state, start_B)
+
+  def _draw(self, state: State, features_BD: Any, masks_BW: np.ndarray) -> Callable:
+    def program(params: Any, state: State, features_BD: Array, masks_BW: Array) -> tuple[State, Emission]:
+      allowed_BV = _unpack(masks_BW)[:, : self._network.vocab_size]
+      return self._strategy.draw(params, state, features_BD, allowed_BV)
+
+    key = ("draw", _signature(state))
+    return self._compile(key, "the masked draw", program, 1, self._params, state, features_BD, masks_BW)
 
   def _loop(self, state: State) -> Callable:
     def program(params: Any, state: State, limit: Array) -> Run:
@@ -167,6 +220,12 @@ def _begin(cache: Any, fields: dict[str, Any]) -> State:
   key_B = jax.vmap(request_key)(fields["seed_B"], fields["sample_B"])
   rest = {name: fields[name] for name in ("context_BL", "length_B", "limit_B", "ends_BE", "settings")}
   return init(cache, key_B=key_B, **rest)
+
+
+def _unpack(words_BW: Array) -> Array:
+  """Bits, lowest first, as bool."""
+  shifts = jnp.arange(32, dtype=jnp.uint32)[None, None]
+  return ((words_BW[..., None] >> shifts) & 1).astype(bool).reshape(words_BW.shape[0], -1)
 
 
 def _signature(tree: Any) -> tuple:

@@ -6,13 +6,15 @@ from typing import Any
 
 from decoder.settings import Settings
 from decoder.strategies import Finish
+from decoder.text.constraints import Constraint
 from decoder.text.stops import Stops
 
 
 @dataclasses.dataclass
 class Request:
   """prompt_ids: as they will be read. sample: the number of this one among the prompt's n. limit: length in tokens at
-  which the row ends. ends: ids that end it. truncated: what Result says of it; at_limit: what, if the limit ends it."""
+  which the row ends. ends: ids that end it. truncated: what Result says of it; at_limit: what, if the limit ends it.
+  constraint: what the text must fit, as it stands at the start."""
 
   prompt_ids: tuple[int, ...]
   settings: Settings
@@ -22,16 +24,19 @@ class Request:
   ends: tuple[int, ...]
   truncated: str | None
   at_limit: str | None
+  constraint: Constraint | None = None
 
 
 class Reader:
-  """Turns one row's tokens into text; knows when it has ended."""
+  """Turns one row's tokens into text; knows when it has ended. constraint: how the text stands against what it must
+  fit; None for nothing."""
 
   def __init__(self, request: Request, tokenizer: Any):
     self.request = request
     self.token_ids: list[int] = []
     self.finish_reason: str | None = None
     self.stop_reason: str | int | None = None
+    self.constraint = request.constraint.copy() if request.constraint else None
     self._parts: list[str] = []
     self._ends = frozenset(request.ends)
     self._detokenizer = tokenizer.detokenizer() if tokenizer else None
@@ -52,6 +57,8 @@ class Reader:
       if self.done:  # drawn in the same call as the token that completed a stop string
         break
       deltas.append(self._feed_one(int(token)))
+    if not self.done and finish == Finish.ERROR and self.constraint is not None:
+      self.stop_reason = self.constraint.error
     if not self.done and finish != Finish.RUNNING:
       deltas.append(self.end({Finish.LENGTH: "length", Finish.ERROR: "error"}.get(Finish(finish), "cancelled")))
     return "".join(deltas)
@@ -68,7 +75,11 @@ class Reader:
       self.stop_reason = token
       return self.end("stop")
     self.token_ids.append(token)
-    return self._take(self._detokenizer.feed([token]) if self._detokenizer else "")
+    text = self._take(self._detokenizer.feed([token]) if self._detokenizer else "")
+    if self.constraint is not None and not self.done:
+      self.constraint.commit([token])
+      text += self.end("stop") if self.constraint.done else ""
+    return text
 
   def _take(self, delta: str, last: bool = False) -> str:
     text, fired = self._stops.feed(delta)

@@ -3,9 +3,11 @@
 import dataclasses
 import difflib
 import numbers
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decoder.sampling import LogitTransform, chain, min_p, repetition, temperature, top_k, top_p
+from decoder.text.constraints import Spec, read_spec
 
 _NUMBERS = {"temperature": False, "repetition_penalty": False, "top_k": True, "top_p": True, "min_p": True}  # None: off
 
@@ -21,6 +23,8 @@ class Settings:
   the model's float32 logits; make them once, since programs are compiled for each new function.
   seed: of every draw, 0 … 2³² − 1; None takes a fresh one, which the result reports. n: samples of one prompt, each
   with its own draws.
+  json_schema (a mapping or its JSON text), regex, grammar (Lark or GBNF), choice (a list of texts): what the text must
+  fit, at most one of them; it may end where it fits, and does where nothing can follow.
   stop: strings that end the text and are left out of it, or kept with include_stop. ignore_eos: go on past end tokens.
   add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
   None refuses it. capacity: tokens the cache has room for; None chooses it.
@@ -37,6 +41,10 @@ class Settings:
   transforms: tuple[LogitTransform, ...] = ()
   seed: int | None = None
   n: int = 1
+  json_schema: Mapping[str, Any] | str | None = None
+  regex: str | None = None
+  grammar: str | None = None
+  choice: Sequence[str] | None = None
   stop: tuple[str, ...] = ()
   include_stop: bool = False
   ignore_eos: bool = False
@@ -68,7 +76,12 @@ class Settings:
     if not isinstance(links, list | tuple) or not all(isinstance(link, LogitTransform) for link in links):
       raise ValueError(f"transforms must be a list of decoder.sampling.LogitTransform, got {links!r}")
     object.__setattr__(self, "transforms", tuple(links))
+    self.constraint()
     self.chain()  # the transforms check their own numbers
+
+  def constraint(self) -> Spec | None:
+    """What the text must fit, if anything."""
+    return read_spec(self.json_schema, self.regex, self.grammar, self.choice)
 
   def chain(self) -> LogitTransform:
     """The chain of transforms these settings stand for."""
@@ -102,7 +115,8 @@ class Result:
   """One completion.
 
   token_ids: what was drawn, without the end token. finish_reason: 'stop', 'length', 'error' (the model's logits were
-  not finite) or 'cancelled'. stop_reason: the stop string or the end token's id. truncated: 'context' where the
+  not finite, or nothing could follow) or 'cancelled'. stop_reason: the stop string or the end token's id; None where a
+  constraint left nothing to add. truncated: 'context' where the
   context, not max_new_tokens, ended it; 'prompt' where prompt tokens were dropped. seed reproduces the text.
   """
 

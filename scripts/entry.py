@@ -97,6 +97,23 @@ def sampling_settings() -> dict[str, Any]:
   return {name: FLAGS[name].value for name in (*numbers, "stop", "ignore_eos")}
 
 
+def define_constraint_flags() -> None:
+  flags.DEFINE_string("json_schema", None, "A JSON schema, or the path of one, that the text must fit.")
+  flags.DEFINE_string("regex", None, "A regular expression that the whole text must match.")
+  flags.DEFINE_multi_string("choice", None, "One of the texts to choose from; repeatable.")
+  flags.DEFINE_string("grammar", None, "A Lark or GBNF grammar, or the path of one, that the text must fit.")
+
+
+def constraint_settings() -> dict[str, Any]:
+  """The keywords of `decoder.Settings` that these flags give."""
+  given = {name: FLAGS[name].value for name in ("json_schema", "regex", "choice", "grammar")}
+  for name in ("json_schema", "grammar"):
+    if given[name] is not None and os.path.isfile(given[name]):
+      with open(given[name], encoding="utf-8") as file:
+        given[name] = file.read()
+  return given
+
+
 def load(settings: dict[str, Any]) -> Any:
   """The model of --model, --dtype and --weights. `settings` are checked first: a wrong one costs no loading."""
   from decoder.settings import gather_settings

@@ -23,6 +23,7 @@ from absl import flags
 FLAGS = flags.FLAGS
 entry.define_model_flags()
 entry.define_sampling_flags(max_new_tokens=256, temperature=0.0)
+entry.define_constraint_flags()
 flags.DEFINE_multi_string("prompt", [], "A prompt; repeatable. Without one, stdin is read.")
 flags.DEFINE_multi_string("prompt_file", [], "A file that holds one prompt; repeatable.")
 flags.DEFINE_bool("chat", False, "Put each prompt into the model's chat template, as a user's turn.")
@@ -37,7 +38,8 @@ flags.adopt_module_key_flags(entry)
 
 def main() -> None:
   prompts = read_prompts()
-  settings = {**entry.sampling_settings(), "capacity": FLAGS.capacity, "truncate": FLAGS.truncate}
+  settings = {**entry.sampling_settings(), **entry.constraint_settings()}
+  settings |= {"capacity": FLAGS.capacity, "truncate": FLAGS.truncate}
   if FLAGS.profile is not None:
     Path(FLAGS.profile).mkdir(parents=True, exist_ok=True)
   lm = entry.load(settings)
@@ -95,7 +97,8 @@ def write(results: list[Any]) -> None:
 
 def report_problem(result: Any) -> None:
   if result.finish_reason == "error":
-    print("warning: the model's logits were not finite; the text ends where they broke", file=sys.stderr)
+    why = result.stop_reason or "the model's logits were not finite"
+    print(f"warning: {why}; the text ends there", file=sys.stderr)
   if result.truncated == "context":
     print("warning: the context is full; the text was cut there", file=sys.stderr)
 

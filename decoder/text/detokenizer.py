@@ -54,6 +54,11 @@ class DecodeRule:
   strip_through: frozenset[int] = field(default_factory=frozenset)
   exact_ids: frozenset[int] = field(default_factory=frozenset)
 
+  def stripped(self, token: int) -> bytes:
+    """The bytes of a token where a leading space is the tokenizer's."""
+    data = self.token_bytes(token)
+    return data if token in self.exact_ids else data.removeprefix(b" ")
+
 
 class ByteDetokenizer:
   """Detokenizer of a vocabulary whose every token is a fixed string of bytes (ByteLevel BPE, SentencePiece)."""
@@ -79,8 +84,7 @@ class ByteDetokenizer:
     if special or token in rule.strip_through:
       self._strip = token in rule.strip_through
     elif self._strip:
-      if token not in rule.exact_ids:
-        data = data.removeprefix(b" ")
+      data = rule.stripped(token)
       self._strip = rule.strip_repeats and not data
     return data
 

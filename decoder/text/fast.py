@@ -34,6 +34,7 @@ class FastTokenizer(Tokenizer):
     added = self._backend.get_added_tokens_decoder()
     self._added = {index: token.content for index, token in added.items()}
     self._decoder = _read_decoder(source.get("decoder"))
+    self.is_bytes = self._decoder.kind != "other"
     self.vocab_size = 1 + max(_largest_id(source["model"].get("vocab") or ()), max(added, default=-1))
     ids_by_text = {token.content: index for index, token in added.items()}
     for text in (*self._config.named_tokens.values(), *self._config.end_tokens):
@@ -46,7 +47,7 @@ class FastTokenizer(Tokenizer):
     self._set_rule(strip=self._decoder.strip, strip_through=frozenset(strip_through))
 
   def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
-    if self._decoder.kind != "other":
+    if self.is_bytes:
       return super().detokenizer(skip_special=skip_special)
     decode = functools.partial(self._backend.decode, skip_special_tokens=False)
     return WindowDetokenizer(self._rule, decode, skip_special=skip_special)

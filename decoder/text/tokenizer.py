@@ -21,7 +21,7 @@ class Tokenizer:
   `vocab_size`: ids from it on stand for nothing and must not be drawn. `eos_ids`: the tokenizer's EOS first, then the
   ends of a chat turn that its vocabulary knows. `special_tokens`: text to id of the tokens that `decode` leaves out by
   default. `named_tokens`: what a chat template may ask for, {"bos_token": "<s>", ...}; a tokenizer may lack any of
-  them.
+  them. `is_bytes`: every token stands for the same bytes wherever it is, but for the start of a text.
   """
 
   vocab_size: int
@@ -32,6 +32,7 @@ class Tokenizer:
   special_tokens: dict[str, int]
   named_tokens: dict[str, str]
   chat_template: str | None
+  is_bytes = True
 
   def __init__(self, files: Mapping[str, bytes], config: TokenizerConfig):
     self._files = dict(files)
@@ -91,6 +92,15 @@ class Tokenizer:
         )
       data = self._bytes[int(token)] = self._make_bytes(int(token))
     return data
+
+  def opening_bytes(self, token: int) -> bytes:
+    """The bytes that a token stands for at the start of a text: without a space that is the tokenizer's own."""
+    return self._rule.stripped(token) if self._rule.strip else self.token_bytes(token)
+
+  @property
+  def strip_repeats(self) -> bool:
+    """Whether the text still starts after tokens that gave none."""
+    return self._rule.strip_repeats
 
   def files(self) -> dict[str, bytes]:
     """File contents by name; written to a directory, `load_tokenizer` reads the same tokenizer from it."""

@@ -18,7 +18,8 @@ import numpy as np
 from absl import app, flags
 
 from decoder.ops import quantised
-from decoder.ops.kernels import build, matmul
+from decoder.ops.kernels import build, products
+from decoder.ops.linear import linear
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("formats", ["float32", "bfloat16", *quantised.KINDS], "float32, bfloat16 or kinds of QTensor.")
@@ -84,9 +85,9 @@ def main(argv: list[str]) -> None:
   print(f"memory reads: {limit:.1f} GB/s\n{'format':>10} {'rows':>4} {'ms/GiB-f32':>10} {'GB/s':>6} {'of limit':>8}")
   made = {kind: weights(kind, shapes) for kind in FLAGS.formats}
   for rows in map(int, FLAGS.rows):
-    runs = {kind: (product(matmul.matmul, held, rows), held) for kind, held in made.items()}
+    runs = {kind: (product(linear, held, rows), held) for kind, held in made.items()}
     if "float32" in made:
-      runs["xla f32"] = (product(matmul.dot, made["float32"], rows), made["float32"])
+      runs["xla f32"] = (product(products.dot, made["float32"], rows), made["float32"])
     best = dict.fromkeys(runs, np.inf)
     for _ in range(FLAGS.rounds):
       for kind, (run, _) in runs.items():

@@ -63,7 +63,7 @@ class Absolute(nn.Module):
       seen_BTD, cache = attention(self.norm(x_BTD), positions_BT, cache)
       x_BTD = x_BTD + seen_BTD
       x_BTD = x_BTD + mlp(self.norm(x_BTD))
-    return self.norm(x_BTD), cache
+    return self.norm(x_BTD).array(), cache
 
   def head(self, features_BD):
     return linear(features_BD, self.embed())

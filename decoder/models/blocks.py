@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from decoder.cache import Cache
 from decoder.ops.attention import Query
-from decoder.ops.linear import linear, look_up
-from decoder.ops.norm import rms_norm
+from decoder.ops.linear import linear, linears, look_up, swiglu
+from decoder.ops.norm import Normed
 from decoder.ops.rope import Rope, rotate
 from decoder.types import Array
 
@@ -47,24 +47,25 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
-  """x [..., in] -> [..., out]."""
+  """The weight and bias of a projection."""
 
   features: int
+  inputs: int
   bias: bool = False
 
   @nn.compact
-  def __call__(self, x: Array) -> Array:
-    weight_FD = _weight(self, (self.features, x.shape[-1]))
-    bias_F = self.param("bias", nn.initializers.zeros, (self.features,)) if self.bias else None
-    return linear(x, weight_FD, bias_F)
+  def __call__(self) -> tuple[Array, Array | None]:
+    """weight [features, inputs] and bias [features] or None, for `ops.linear`."""
+    weight_FD = _weight(self, (self.features, self.inputs))
+    return weight_FD, self.param("bias", nn.initializers.zeros, (self.features,)) if self.bias else None
 
 
 class RMSNorm(nn.Module):
   epsilon: float
 
   @nn.compact
-  def __call__(self, x: Array) -> Array:
-    return rms_norm(x, self.param("weight", nn.initializers.ones, (x.shape[-1],)), self.epsilon)
+  def __call__(self, x: Array) -> Normed:
+    return Normed(x, self.param("weight", nn.initializers.ones, (x.shape[-1],)), self.epsilon)
 
 
 class Attention(nn.Module):
@@ -83,14 +84,14 @@ class Attention(nn.Module):
   out_bias: bool = False
 
   @nn.compact
-  def __call__(self, x_BTD: Array, positions_BT: Array, cache: Cache) -> tuple[Array, Cache]:
+  def __call__(
+    self, x_BTD: Array | Normed, positions_BT: Array, cache: Cache, residual: Array | None = None
+  ) -> tuple[Array, Cache]:
+    """What the tokens take from each other [B, T, D], added to `residual`, and the cache that holds them."""
     batch, tokens, width = x_BTD.shape
-
-    def project(name: str, heads: int) -> Array:
-      projected = Linear(heads * self.head_dim, self.qkv_bias, name=name)(x_BTD)
-      return projected.reshape(batch, tokens, heads, self.head_dim)
-
-    q_BTNH, k_BTKH, v_BTKH = project("q", self.heads), project("k", self.kv_heads), project("v", self.kv_heads)
+    counts = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+    parts = [Linear(n * self.head_dim, width, self.qkv_bias, name=name)() for name, n in counts.items()]
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(batch, tokens, -1, self.head_dim) for x in linears(x_BTD, parts))
     turn = None
     if self.rope is not None:
 
@@ -101,8 +102,8 @@ class Attention(nn.Module):
     query = Query(q_BTNH, positions_BT, self.head_dim**-0.5, window=self.window, rotate=turn)
     with jax.named_scope("attend"):
       seen_BTNH, entry = entry.attend(query)
-    out = Linear(width, self.out_bias, name="o")(seen_BTNH.reshape(batch, tokens, -1))
-    return out, cache.with_layer(self.index, entry)
+    out = Linear(width, self.heads * self.head_dim, self.out_bias, name="o")()
+    return linear(seen_BTNH.reshape(batch, tokens, -1), *out, residual), cache.with_layer(self.index, entry)
 
 
 class GatedMLP(nn.Module):
@@ -113,10 +114,15 @@ class GatedMLP(nn.Module):
   bias: bool = False
 
   @nn.compact
-  def __call__(self, x: Array) -> Array:
-    gate = Linear(self.hidden, self.bias, name="gate")(x)
-    up = Linear(self.hidden, self.bias, name="up")(x)
-    return Linear(x.shape[-1], self.bias, name="down")(ACTIVATIONS[self.activation](gate) * up)
+  def __call__(self, x: Array | Normed, residual: Array | None = None) -> Array:
+    width = x.shape[-1]
+    gate, up = (Linear(self.hidden, width, self.bias, name=name)() for name in ("gate", "up"))
+    down = Linear(width, self.hidden, self.bias, name="down")()
+    activation = ACTIVATIONS[self.activation]
+    if activation is jax.nn.silu and not self.bias:
+      return linear(swiglu(x, gate[0], up[0]), *down, residual)
+    gated, raised = linears(x, (gate, up))
+    return linear(activation(gated) * raised, *down, residual)
 
 
 def take_rows(table_VD: Array, tokens_BT: Array, dtype: jnp.dtype) -> Array:

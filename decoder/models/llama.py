@@ -90,7 +90,7 @@ class Llama(nn.Module):
     x_BTD = blocks.take_rows(self.embed(), tokens_BT, self.dtype)
     for layer in self.layers:
       x_BTD, cache = layer(x_BTD, positions_BT, cache)
-    return self.norm(x_BTD), cache
+    return self.norm(x_BTD).array(), cache
 
   def head(self, features_BD: Array) -> Array:
     """logits_BV."""
@@ -129,11 +129,11 @@ class Layer(nn.Module):
       window=c.windows[self.index], qkv_bias=c.qkv_bias, out_bias=c.attention_bias, name="attention",
     )  # fmt: skip
     with jax.named_scope("attention"):
-      seen, cache = attention(blocks.RMSNorm(c.rms_norm_eps, name="attention_norm")(x_BTD), positions_BT, cache)
-    x_BTD = x_BTD + seen
+      normed = blocks.RMSNorm(c.rms_norm_eps, name="attention_norm")(x_BTD)
+      x_BTD, cache = attention(normed, positions_BT, cache, x_BTD)
     with jax.named_scope("mlp"):
       normed = blocks.RMSNorm(c.rms_norm_eps, name="mlp_norm")(x_BTD)
-      return x_BTD + blocks.GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, name="mlp")(normed), cache
+      return blocks.GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, name="mlp")(normed, x_BTD), cache
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Normalisations, computed in float32 whatever the type of their input."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,6 +13,22 @@ def rms_norm(x: Array, weight_D: Array, epsilon: float) -> Array:
   wide = x.astype(jnp.float32)  # f32: squares of bf16 features lose the small ones
   scaled = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
   return (scaled * _along_last(weight_D, x)).astype(x.dtype)
+
+
+class Normed(NamedTuple):
+  """x as `rms_norm` would give it, left to whoever reads it: a product normalises on its way without another pass."""
+
+  x: Array
+  weight_D: Array
+  epsilon: float
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.x.shape
+
+  def array(self) -> Array:
+    """The norm applied."""
+    return rms_norm(*self)
 
 
 def layer_norm(x: Array, weight_D: Array, bias_D: Array, epsilon: float) -> Array:

@@ -21,8 +21,7 @@ import jax
 
 SOURCES = Path(__file__).parent / "native"
 TARGETS = {  # by XLA's name, the symbol in the library
-  "decoder_matmul": "DecoderMatmul",
-  "decoder_quantised": "DecoderQuantised",
+  "decoder_products": "DecoderProducts",
   "decoder_attend": "DecoderAttend",
 }
 COMPILERS = ("c++", "g++", "clang++")

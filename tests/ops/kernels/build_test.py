@@ -95,7 +95,7 @@ def test_programs_of_another_backend_build_nothing(afresh, monkeypatch):
 def test_narrower_machines_pass_the_same_tests(machine, tmp_path, monkeypatch):
   """Vectors of 4 and of 8 floats, and the plain C++ in place of instructions that are missing."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  files = [str(Path(__file__).parent / f"{name}_test.py") for name in ("matmul", "attention")]
+  files = [str(Path(__file__).parent / f"{name}_test.py") for name in ("products", "attention")]
   code = f"""
 import sys, pytest
 from decoder.ops.kernels import build

@@ -27,6 +27,7 @@ typedef float F32 __attribute__((vector_size(4 * W)));
 typedef int32_t I32 __attribute__((vector_size(4 * W)));
 typedef int16_t I16 __attribute__((vector_size(4 * W)));  // 2·W of them
 typedef uint16_t U16 __attribute__((vector_size(4 * W)));
+typedef int16_t Half __attribute__((vector_size(2 * W)));  // W of them
 
 struct Bf16 {
   uint16_t bits;
@@ -52,7 +53,8 @@ inline I32 load(const int32_t* p) {
 }
 
 // Keeps a value that is used several times in a register: folded into each use it would be loaded as often.
-inline F32 keep(F32 v) {
+template <typename V>
+inline V keep(V v) {
 #if defined(DECODER_AVX512)
   __asm__("" : "+v"(v));
 #elif defined(DECODER_AVX2)
@@ -130,9 +132,10 @@ inline I32 dot_pairs(I32 acc, I16 a, int32_t pair) {
 #if defined(DECODER_AVX512) && defined(__AVX512VNNI__)
   return (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32(pair));
 #elif defined(DECODER_AVX512)
-  return acc + (I32)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(pair));
+  return keep(acc + (I32)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(pair)));
 #elif defined(DECODER_AVX2)
-  return acc + (I32)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(pair));
+  // Kept, or GCC reorders whole chains of sums and runs out of registers.
+  return keep(acc + (I32)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(pair)));
 #else
   const int32_t low = (int16_t)(pair & 0xffff), high = pair >> 16;
   const I32 both = (I32)a;
@@ -160,10 +163,19 @@ inline F32 sums(F32* v) {
 
 inline F32 max(F32 a, F32 b) { return a > b ? a : b; }
 
+inline F32 min(F32 a, F32 b) { return a < b ? a : b; }
+
 inline float largest(F32 v) {
   float most = v[0];
   for (int i = 1; i < W; ++i) most = v[i] > most ? v[i] : most;
   return most;
+}
+
+template <typename V>
+inline auto added(V v) {
+  auto total = v[0];
+  for (int i = 1; i < W; ++i) total += v[i];
+  return total;
 }
 
 inline bool some(I32 where) {

@@ -2,15 +2,14 @@
 //
 // Every weight is read from memory once, whatever the number of rows: a tile of weight rows meets all rows of x before
 // the next tile is touched. One row is bound by memory bandwidth; eight cost little more.
+#ifndef DECODER_FLOATS_H_
+#define DECODER_FLOATS_H_
+
 #include <algorithm>
 
 #include "simd.h"
-#include "team.h"
 
 namespace decoder {
-namespace ffi = xla::ffi;
-
-constexpr int64_t kChunkBytes = 64 << 10;  // a few microseconds of streaming, so that threads end together
 
 // Dot products of R rows of x and M rows of w, each left as a vector still to be summed: partial[r * W + m].
 template <int R, int M, typename T>
@@ -38,10 +37,10 @@ void tile(const float* x, const T* w, int64_t D, F32* partial) {
   }
 }
 
-// R rows of x against `count` rows of w.
+// R rows of x against `count` rows of w; results of a row of x lie `stride` after those of the one before.
 template <int R, typename T>
-void strip(const float* x, const T* w, int64_t count, int64_t D, float* out, int64_t F) {
-  constexpr int M = R <= 4 ? 4 : 2;
+void strip(const float* x, const T* w, int64_t count, int64_t D, float* out, int64_t stride) {
+  constexpr int M = R <= 2 || W == 16 ? (R <= 4 ? 4 : 2) : 2;
   for (int64_t f = 0; f < count; f += W) {
     const int most = static_cast<int>(std::min<int64_t>(W, count - f));
     F32 partial[R * W];
@@ -50,48 +49,26 @@ void strip(const float* x, const T* w, int64_t count, int64_t D, float* out, int
     for (; m < most; ++m) tile<R, 1>(x, w + (f + m) * D, D, partial + m);
     for (int r = 0; r < R; ++r) {
       const F32 total = sums(partial + r * W);
-      std::memcpy(out + r * F + f, &total, most * sizeof(float));
+      std::memcpy(out + r * stride + f, &total, most * sizeof(float));
     }
   }
 }
 
-constexpr int kMostRows = 8;  // a tile's accumulators must fit the registers
-
+// Any number of rows of x against `count` rows of w.
 template <typename T>
-void strips(const float* x, int64_t rows, const T* w, int64_t count, int64_t D, float* out, int64_t F) {
+void float_rows(const float* x, int64_t rows, const T* w, int64_t count, int64_t D, float* out, int64_t stride) {
+  constexpr int kMost = W == 16 ? 8 : 4;  // a tile's accumulators must fit the registers
   using Strip = void (*)(const float*, const T*, int64_t, int64_t, float*, int64_t);
   static constexpr Strip kernels[] = {strip<1, T>, strip<2, T>, strip<3, T>, strip<4, T>,
                                       strip<5, T>, strip<6, T>, strip<7, T>, strip<8, T>};
-  for (int64_t r = 0; r < rows; r += kMostRows) {
-    kernels[std::min<int64_t>(rows - r, kMostRows) - 1](x + r * D, w, count, D, out + r * F, F);
+  for (int64_t f = 0; f < count; f += W) {  // all rows meet a few rows of w while those are in the first-level cache
+    const int64_t some = std::min<int64_t>(W, count - f);
+    for (int64_t r = 0; r < rows; r += kMost) {
+      kernels[std::min<int64_t>(rows - r, kMost) - 1](x + r * D, w + f * D, some, D, out + r * stride + f, stride);
+    }
   }
 }
-
-template <typename T>
-void multiply(ffi::ThreadPool& pool, const float* x, int64_t rows, const T* w, int64_t F, int64_t D, float* out) {
-  const int64_t each = std::max<int64_t>(W, kChunkBytes / std::max<int64_t>(1, D * sizeof(T)) / W * W);
-  share(pool, (F + each - 1) / each, [&](int64_t i) {
-    const int64_t f = i * each, count = std::min(each, F - f);
-    strips(x, rows, w + f * D, count, D, out + f, F);
-  });
-}
-
-ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> out) {
-  const int64_t D = x.dimensions().back(), rows = x.element_count() / std::max<int64_t>(1, D);
-  const int64_t F = w.dimensions().front();
-  if (w.element_type() == ffi::F32) {
-    multiply(pool, x.typed_data(), rows, static_cast<const float*>(w.untyped_data()), F, D, out->typed_data());
-  } else if (w.element_type() == ffi::BF16) {
-    multiply(pool, x.typed_data(), rows, static_cast<const Bf16*>(w.untyped_data()), F, D, out->typed_data());
-  } else {
-    return ffi::Error::InvalidArgument("matmul: weights must be float32 or bfloat16");
-  }
-  return ffi::Error::Success();
-}
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    DecoderMatmul, Matmul,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::AnyBuffer>()
-        .Ret<ffi::Buffer<ffi::F32>>());
 
 }  // namespace decoder
+
+#endif  // DECODER_FLOATS_H_

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from decoder.ops import quantised
-from decoder.ops.kernels import build, matmul
-from decoder.ops.linear import linear
+from decoder.ops.kernels import build, products
+from decoder.ops.linear import linear, linears, swiglu
+from decoder.ops.norm import Normed
 
 pytestmark = pytest.mark.skipif(not build.ready(), reason="no C++ compiler built the CPU kernels here")
 
@@ -111,7 +112,7 @@ def test_inside_a_donated_loop(kind):
 def test_gradients_are_those_of_the_plain_product():
   x, w = jnp.asarray(draw((3, 20), 0)), jnp.asarray(draw((7, 20), 1))
   ours = jax.grad(lambda x, w: jnp.sum(linear(x, w) ** 2), (0, 1))(x, w)
-  plain = jax.grad(lambda x, w: jnp.sum(matmul.dot(x, w) ** 2), (0, 1))(x, w)
+  plain = jax.grad(lambda x, w: jnp.sum(products.dot(x, w) ** 2), (0, 1))(x, w)
   for one, other in zip(ours, plain):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
 
@@ -138,5 +139,67 @@ def test_programs_for_tpu_hold_no_call_into_the_cpu(kind):
 
 
 def test_prompts_in_floats_go_through_xla():
-  x, w = jnp.zeros((matmul.FEW + 1, 64)), jnp.zeros((32, 64))
+  x, w = jnp.zeros((products.FEW + 1, 64)), jnp.zeros((32, 64))
   assert "decoder_" not in jax.jit(linear).lower(x, w).as_text()
+
+
+def silu(x):
+  with np.errstate(over="ignore"):
+    return x / (1 + np.exp(-x))
+
+
+def normed(x, scale):
+  wide = np.asarray(x, np.float64)
+  return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 20])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_stands_around_products_is_part_of_the_call(kind, rows):
+  x, scale, residual = draw((rows, 576), 1), np.abs(draw((576,), 2)), draw((rows, 200), 3)
+  weights = [encode(draw((F, 576), 4 + F), kind) for F in (200, 33, 200)]
+  meant = [decode(weight).T for weight in weights]
+
+  @jax.jit
+  def layer(x, residual):
+    read = Normed(x, jnp.asarray(scale), 1e-5)
+    each = linears(read, [(weight, None) for weight in weights])
+    return each, swiglu(read, weights[0], weights[2]), linear(read, weights[0], None, residual)
+
+  each, gated, added = layer(x, residual)
+  wide = normed(x, scale)
+  for got, weight in zip(each, meant):
+    assert distance(got, wide @ weight) < bound(kind)
+  assert distance(gated, silu(wide @ meant[0]) * (wide @ meant[2])) < 2 * bound(kind)
+  assert distance(added, residual + wide @ meant[0]) < bound(kind)
+  assert distance(added, wide @ meant[0]) > 10 * bound(kind)  # negative control: the residual matters
+
+
+def test_weights_of_several_formats_share_a_call():
+  x, weights = draw((3, 64), 0), [encode(draw((40, 64), i), kind) for i, kind in enumerate(FORMATS)]
+  lowered = jax.jit(lambda x: linears(x, [(weight, None) for weight in weights])).lower(x)
+  assert lowered.as_text().count("@decoder_products") == 1
+  for kind, got, weight in zip(FORMATS, lowered.compile()(x), weights):
+    assert distance(got, x @ decode(weight).T) < bound(kind), kind
+
+
+def test_the_gate_is_exact_far_out():
+  x = jnp.asarray([[-200.0, -80.0, -1.0, 0.0, 1.0, 80.0, 200.0, 3e38] + [0.0] * 23 + [1.0]])
+  one = jnp.zeros((32, 32)).at[:, 31].set(1.0)
+  np.testing.assert_allclose(swiglu(x, jnp.eye(32), one), silu(np.asarray(x, np.float64)), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_gradients_with_all_around_are_those_of_the_plain_form(gate):
+  x, w, scale = jnp.asarray(draw((3, 20), 0)), jnp.asarray(draw((20, 20), 1)), jnp.asarray(draw((20,), 2))
+
+  def ours(x, w, scale):
+    read = Normed(x, scale, 1e-5)
+    return jnp.sum((swiglu(read, w, w) if gate else linear(read, w, None, x)) ** 2)
+
+  def plain(x, w, scale):
+    out = Normed(x, scale, 1e-5).array() @ w.T
+    return jnp.sum((jax.nn.silu(out) * out if gate else x + out) ** 2)
+
+  for one, other in zip(jax.grad(ours, (0, 1, 2))(x, w, scale), jax.grad(plain, (0, 1, 2))(x, w, scale)):
+    np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-3 * float(jnp.abs(other).max()))

@@ -1,0 +1,116 @@
+"""Few rows times weights, on CPU through C++: decoding reads every weight once a token, and XLA's dots for few rows
+read floats more slowly than memory allows, and quantised weights not at all without writing them out first.
+
+One call does what stands around a layer's products too, since memory idles between two calls: the norm before them,
+and after them the gate or the residual sum.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from decoder.ops import quantised
+from decoder.ops.kernels import build
+from decoder.ops.norm import Normed
+from decoder.types import Array, QTensor
+
+FEW = 16  # rows; above, float weights are no longer what a product waits for, and XLA's blocked dot is better
+_TYPES = (jnp.float32, jnp.bfloat16)
+_KINDS = (*quantised.KINDS, "float32", "bfloat16")  # as the C++ numbers them
+
+
+class _Task(NamedTuple):
+  """What to do besides multiplying: epsilon of the norm before, None for none; whether the two results are a gate."""
+
+  epsilon: float | None
+  gated: bool
+
+
+def products(x: Array | Normed, weights: tuple, residual: Array | None = None) -> tuple[Array, ...]:
+  """x [..., D] times each weight [F, D] transposed: [..., F] each, in x's type, accumulated in float32.
+
+  residual: what to add to the only result.
+  """
+  return _run(x, weights, residual, False)
+
+
+def gated(x: Array | Normed, gate_FD: Array | QTensor, up_FD: Array | QTensor) -> Array:
+  """silu(x·gateᵀ) · (x·upᵀ): [..., F]."""
+  return _run(x, (gate_FD, up_FD), None, True)[0]
+
+
+def dot(x: Array, weight_FD: Array | QTensor) -> Array:
+  """One product through XLA."""
+  contracted = (((x.ndim - 1,), (1,)), ((), ()))
+  if not isinstance(weight_FD, QTensor):
+    return lax.dot_general(x, weight_FD.astype(x.dtype), contracted)
+  if quantised.KINDS[weight_FD.kind].grouped:
+    return lax.dot_general(x, quantised.dequantise(weight_FD, x.dtype), contracted)
+  values_FD, scales_F, _ = quantised.by_rows(weight_FD)
+  out = lax.dot_general(x, values_FD.astype(x.dtype), contracted, preferred_element_type=jnp.float32)
+  return (out * jnp.broadcast_to(scales_F, out.shape)).astype(x.dtype)
+
+
+def _run(x: Array | Normed, weights: tuple, residual: Array | None, gate: bool) -> tuple[Array, ...]:
+  scale_D, epsilon = (x.weight_D, x.epsilon) if isinstance(x, Normed) else (None, None)
+  operands = (x.x if isinstance(x, Normed) else x, scale_D, residual, weights)
+  task = _Task(epsilon, gate)
+  native = all(_fits(operands[0], weight) for weight in weights) and build.ready()
+  return _native_or_plain(task, *operands) if native else _plain(task, *operands)
+
+
+def _fits(x: Array, weight: Array | QTensor) -> bool:
+  if x.dtype not in _TYPES or not x.size:
+    return False
+  if isinstance(weight, QTensor):
+    return weight.striped
+  return weight.dtype in _TYPES and weight.size > 0 and x.size <= FEW * x.shape[-1]
+
+
+def _plain(
+  task: _Task, x: Array, scale_D: Array | None, residual: Array | None, weights: tuple[Array | QTensor, ...]
+) -> tuple[Array, ...]:
+  """The same through XLA."""
+  read = x if scale_D is None else Normed(x, scale_D, task.epsilon).array()
+  results = [dot(read, weight) for weight in weights]
+  if task.gated:
+    return (jax.nn.silu(results[0]) * results[1],)
+  return tuple(results) if residual is None else (residual + results[0],)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _native_or_plain(task: _Task, *operands) -> tuple[Array, ...]:
+  native, plain = functools.partial(_native, task), functools.partial(_plain, task)
+  return lax.platform_dependent(*operands, cpu=native, default=plain)
+
+
+@_native_or_plain.defjvp
+def _native_or_plain_jvp(task: _Task, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+  return _native_or_plain(task, *primals), jax.jvp(functools.partial(_plain, task), primals, tangents)[1]
+
+
+def _native(
+  task: _Task, x: Array, scale_D: Array | None, residual: Array | None, weights: tuple[Array | QTensor, ...]
+) -> tuple[Array, ...]:
+  def wide(part: Array | None) -> Array:  # f32: as the sums are
+    return jnp.zeros((0,), jnp.float32) if part is None else part.astype(jnp.float32)
+
+  buffers, kinds = [], []
+  for weight in weights:
+    quantised_one = isinstance(weight, QTensor)
+    kinds.append(_KINDS.index(weight.kind if quantised_one else str(weight.dtype)))
+    # An operand must be there, if only to be ignored.
+    minimums = weight.scales if quantised_one and weight.minimums is None else getattr(weight, "minimums", None)
+    buffers += [weight.values, weight.scales, minimums] if quantised_one else [weight]
+  kept = weights[:1] if task.gated else weights
+  shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[0]), jnp.float32) for weight in kept]
+  call = jax.ffi.ffi_call("decoder_products", shapes, vmap_method="sequential")
+  results = call(
+    wide(x), wide(scale_D), wide(residual), *buffers,
+    kinds=np.array(kinds, np.int64), epsilon=np.float32(task.epsilon or 0.0), gated=task.gated,
+  )  # fmt: skip
+  return tuple(result.astype(x.dtype) for result in results)

@@ -8,10 +8,9 @@ shapes moves a draw only where two noisy logits all but tie, and noise is made o
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.random import threefry_2x32
 
-from decoder.sampling.selection import FEW, largest, only_if
+from decoder.sampling.selection import FEW, head, largest, only_if
 from decoder.types import Array, Key
 
 
@@ -30,7 +29,7 @@ def categorical(key: Key, logits_V: Array) -> Array:
     return x_V + noise(words, jnp.arange(size, dtype=jnp.uint32))
 
   def among_few(_: Array, x_V: Array, words: Array) -> Array:
-    top_C, ids_C = lax.top_k(x_V, min(FEW, size))
+    top_C, ids_C = head(x_V)
     return ids_C[jnp.argmax(top_C + noise(words, ids_C.astype(jnp.uint32)))].astype(jnp.int32)
 
   token = largest(only_if(many, all_noisy, logits_V, words))

@@ -15,6 +15,8 @@ from jax import lax
 from decoder.types import Array
 
 FEW = 256  # largest logits looked at first; on CPU a partial sort of so many costs less than one argmax
+_BLOCK = 32  # logits a block of `head`: few enough blocks to sort, few enough logits in those that are chosen
+_SIGN = np.uint32(1 << 31)
 
 
 def only_if(needed: Array, change: Callable, x: Any, *inputs: Array) -> Any:
@@ -39,12 +41,27 @@ def largest(x_V: Array) -> Array:
   return jnp.min(jnp.where(x_V == jnp.max(x_V), ids_V, x_V.shape[0] - 1))
 
 
+def head(x_V: Array) -> tuple[Array, Array]:
+  """The FEW largest and their ids (int32), as `lax.top_k` gives them: of equals, the lowest id first.
+
+  Only blocks with the FEW largest maxima can hold any of them, and so only these are sorted: half the time of a partial
+  sort of the whole.
+  """
+  size = x_V.shape[0]
+  if size <= 2 * FEW * _BLOCK:
+    return lax.top_k(x_V, min(FEW, size))
+  blocks = jnp.pad(x_V, (0, -size % _BLOCK), constant_values=-jnp.inf).reshape(-1, _BLOCK)
+  chosen_C = jnp.sort(lax.top_k(jnp.max(blocks, axis=1), FEW)[1])  # in order, for the ids of equals to be
+  top_C, place_C = lax.top_k(blocks[chosen_C].reshape(-1), FEW)
+  return top_C, jnp.minimum(chosen_C[place_C // _BLOCK] * _BLOCK + place_C % _BLOCK, size - 1)
+
+
 def keep_head(logits_V: Array, weigh: Callable[[Array], Array], wanted: Array) -> Array:
   """Keeps the shortest head of the order "largest logit first, then lowest id" whose weights sum to ≥ `wanted`; the
   rest becomes −inf. weigh: logits of any number -> their weights, monotone and not negative."""
   size = logits_V.shape[0]
   logits_V = jnp.where(logits_V == 0, 0.0, logits_V)  # a partial sort puts +0 before −0; they are one value
-  top_C, ids_C = lax.top_k(logits_V, min(FEW, size))
+  top_C, ids_C = head(logits_V)
   reached_C = jnp.cumsum(weigh(top_C)) >= wanted
   found = jnp.any(reached_C)
   last = jnp.argmax(reached_C)
@@ -58,28 +75,50 @@ def keep_head(logits_V: Array, weigh: Callable[[Array], Array], wanted: Array) -
 
 
 def _search(logits_V: Array, weigh: Callable[[Array], Array], wanted: Array) -> tuple[Array, Array]:
-  """The end of the head by bisection: the logit and the id of its last token."""
-  order_V, weight_V = _ordered_bits(logits_V), weigh(logits_V)
+  """The end of the head by bisection: the logit and the id of its last token.
+
+  First for the weight of that token, since then a pass reads one array, the weights, which are both what is compared
+  and what is added; then for its logit among those of the same weight; then for its id among those of the same logit.
+  """
+  weight_V = weigh(logits_V)
+  anywhere_V = jnp.ones_like(weight_V, dtype=bool)
+  each = _edge(weight_V, anywhere_V, lambda at_least_V: jnp.sum(jnp.where(at_least_V, weight_V, 0.0)) >= wanted)
+  missing = wanted - jnp.sum(jnp.where(weight_V > each, weight_V, 0.0))
+  number = jnp.maximum(jnp.ceil(missing / jnp.where(each > 0, each, 1.0)), 1.0)
+  alike_V = weight_V == each
+  edge = _edge(logits_V, alike_V, lambda at_least_V: _count(at_least_V & alike_V) >= number)
+  tied_V = logits_V == edge
+  number = number - _count(alike_V & (logits_V > edge))
+  ids_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
+  border = jnp.max(jnp.where(tied_V & (jnp.cumsum(tied_V) <= number), ids_V, 0))
+  return edge, border
+
+
+def _edge(x_V: Array, among_V: Array, enough: Callable[[Array], Array]) -> Array:
+  """The largest x, of those `among_V`, for which enough(x_V ≥ x); the smallest where there is none."""
 
   def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-    low, high = bounds  # the head down to `low` weighs enough; none above `high` does
+    low, high = bounds  # those down to `low` are enough; those above `high` are not
     middle = low + (high - low) // 2 + (high - low) % 2
-    enough = jnp.sum(jnp.where(order_V >= middle, weight_V, 0.0)) >= wanted
-    return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+    there = enough(x_V >= _float(middle))
+    return jnp.where(there, middle, low), jnp.where(there, high, middle - 1)
 
-  edge, _ = lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, (jnp.min(order_V), jnp.max(order_V)))
-  tied_V = order_V == edge
-  value = jnp.max(jnp.where(tied_V, logits_V, -jnp.inf))
-  missing = wanted - jnp.sum(jnp.where(order_V > edge, weight_V, 0.0))
-  each = weigh(value[None])[0]  # tied logits weigh the same
-  number = jnp.maximum(jnp.ceil(missing / jnp.where(each > 0, each, 1.0)), 1.0)
-  ids_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
-  within_V = tied_V & (jnp.cumsum(tied_V) <= number)
-  return value, jnp.max(jnp.where(within_V, ids_V, 0))
+  smallest, largest = (
+    _order(reduce(jnp.where(among_V, x_V, worst))) for reduce, worst in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf))
+  )
+  return _float(lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, (smallest, largest))[0])
 
 
-def _ordered_bits(x: Array) -> Array:
+def _count(where_V: Array) -> Array:
+  return jnp.sum(where_V.astype(jnp.float32))
+
+
+def _order(x: Array) -> Array:
   """uint32 that compare as the float32 do; +0 and −0 are one value."""
   bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-  sign = np.uint32(1 << 31)
-  return jnp.where(bits >= sign, ~bits, bits | sign)
+  return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
+
+
+def _float(order: Array) -> Array:
+  """The float32 of an `_order`."""
+  return lax.bitcast_convert_type(jnp.where(order >= _SIGN, order ^ _SIGN, ~order), jnp.float32)

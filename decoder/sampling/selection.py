@@ -8,6 +8,7 @@ at the edge is found by bisection on the bits. Both are exact; what is skipped d
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,8 +20,8 @@ _BLOCK = 32  # logits a block of `head`: few enough blocks to sort, few enough l
 _SIGN = np.uint32(1 << 31)
 
 
-def only_if(needed: Array, change: Callable, x: Any, *inputs: Array) -> Any:
-  """`change(x, *inputs)` where needed (a scalar), else x; x is an array or a pytree of them.
+def only_if(needed: Array, change: Callable, x: Any, *inputs: Any) -> Any:
+  """`change(x, *inputs)` where needed (a scalar), else x; x and inputs are arrays or pytrees of them.
 
   Under vmap a `cond` computes both branches for every row; a loop that runs at most once is skipped as a whole when
   no row needs it, which is what makes an unused setting free. What `change` works on must come in through x and
@@ -29,7 +30,7 @@ def only_if(needed: Array, change: Callable, x: Any, *inputs: Array) -> Any:
 
   def once(carry: tuple) -> tuple:
     needed, x, inputs = carry
-    spent = tuple(jnp.zeros_like(one) for one in inputs)  # inputs that stay as they are would count as "whatever else"
+    spent = jax.tree.map(jnp.zeros_like, inputs)  # inputs that stay as they are would count as "whatever else"
     return jnp.zeros_like(needed), change(x, *inputs), spent
 
   return lax.while_loop(lambda carry: carry[0], once, (needed, x, inputs))[1]

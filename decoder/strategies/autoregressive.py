@@ -79,10 +79,10 @@ def autoregressive(
       logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1])[None] < vocab_size, logits_BV, -jnp.inf)
     if allowed_BV is not None:
       logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
-    context_B = Context(state.context_BL, state.length_B, state.prompt_B)
-    drawn_B, settings = jax.vmap(_draw_row, in_axes=(None, 0, 0, 0, 0, 0))(
-      chain, state.key_B, raw_BV, logits_BV, state.settings, context_B
-    )
+    at_B = jax.vmap(jax.random.fold_in)(state.key_B, state.length_B)
+    context_B = Context(state.context_BL, state.length_B, state.prompt_B, state.ends_BE, state.limit_B, at_B)
+    draw_rows = jax.vmap(_draw_row, in_axes=(None, 0, 0, 0, 0))
+    drawn_B, settings = draw_rows(chain, raw_BV, logits_BV, state.settings, context_B)
     # The first tells of the model, the second of masks and transforms: whether they left anything to draw.
     sound_B = jnp.isfinite(peak_B) & jnp.isfinite(jnp.max(drawn_B.kept_V, axis=-1))
     details = jax.tree.map(lambda x: x[:, None], jax.vmap(inspect)(drawn_B))
@@ -129,12 +129,12 @@ def release(state: State, rows_B: Array) -> State:
 
 
 def _draw_row(
-  chain: LogitTransform, key: Array, raw_V: Array, logits_V: Array, settings: Any, context: Context
+  chain: LogitTransform, raw_V: Array, logits_V: Array, settings: Any, context: Context
 ) -> tuple[Drawn, Any]:
   """The draw, and the chain's state after it."""
   kept_V = chain.update(logits_V, settings, context)
-  token = categorical(jax.random.fold_in(key, context.length), kept_V)
-  return Drawn(raw_V, logits_V, kept_V, token, settings, context), chain.observe(settings, token)
+  token = categorical(context.key, kept_V)
+  return Drawn(raw_V, logits_V, kept_V, token, settings, context), chain.observe(settings, token, kept_V)
 
 
 def _emit(state: State, token_B: Array, sound_B: Array, details: Any) -> tuple[State, Emission]:

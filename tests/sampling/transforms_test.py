@@ -61,7 +61,7 @@ def test_C27_repetition_penalty_once_per_distinct_token():
   for token in (0, 1, 0):
     per_occurrence[token] *= 0.5 if per_occurrence[token] >= 0 else 2
   assert not np.array_equal(penalised, per_occurrence)
-  np.testing.assert_array_equal(repetition(1.0).update(jnp.arange(4.0), np.float32(1), row), jnp.arange(4.0))
+  np.testing.assert_array_equal(repetition(1.0).update(jnp.arange(4.0), repetition(1.0).init(), row), jnp.arange(4.0))
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1e-45, 1e-300])

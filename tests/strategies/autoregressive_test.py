@@ -185,7 +185,9 @@ def test_transforms_keep_state_through_the_loop():
   def ban(x_V, last, context):
     return jnp.where(jnp.arange(x_V.shape[0]) == last, -jnp.inf, x_V)
 
-  link = chain(LogitTransform(lambda: np.int32(-1), ban, lambda last, token: token.astype(jnp.int32)), temperature(0.0))
+  link = chain(
+    LogitTransform(lambda: np.int32(-1), ban, lambda last, token, x_V: token.astype(jnp.int32)), temperature(0.0)
+  )
   whole, _, _, params = programs(link, table=True)
   (row,) = written(whole(params, start([[1]], [10], [1], link, True), 9)[1])
   assert len(row) > 1

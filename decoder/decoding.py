@@ -46,7 +46,7 @@ class Decoding:
     self.sound = True  # no row has met logits that are not finite; its cache may hold NaN
     self._read = False
     capacity = capacity if cache is None else cache.capacity
-    self.state: State = programs.begin(capacity, _fields(self.requests, capacity, held), cache)
+    self.state: State = programs.begin(capacity, _fields(self.requests, programs, capacity, held), cache)
     self._lengths = [len(request.prompt_ids) for request in self.requests]
     ahead = max(request.limit - length for request, length in zip(self.requests, self._lengths))
     if ahead > 0:
@@ -187,7 +187,7 @@ def _interrupt_later() -> Iterator[None]:
     raise KeyboardInterrupt
 
 
-def _fields(requests: Sequence[Request], capacity: int, held: int) -> dict[str, Any]:
+def _fields(requests: Sequence[Request], programs: Programs, capacity: int, held: int) -> dict[str, Any]:
   """The requests as numpy rows, padded to a power of two of them; a padding row has length 0."""
   rows = bucket(len(requests))
   ends = bucket(max((len(r.ends) for r in requests), default=1), 8)
@@ -206,7 +206,18 @@ def _fields(requests: Sequence[Request], capacity: int, held: int) -> dict[str, 
     fields["limit_B"][row] = request.limit
     fields["ends_BE"][row, : len(request.ends)] = request.ends
     fields["seed_B"][row], fields["sample_B"][row] = request.seed, request.sample
-  settings = [request.settings.chain().init() for request in requests]
+  settings = [programs.numbers(request.settings) for request in requests]
   settings += settings[:1] * (rows - len(requests))
-  fields["settings"] = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *settings)
+  fields["settings"] = jax.tree.map(_stacked, *settings)
   return fields
+
+
+def _stacked(*leaves: Any) -> np.ndarray:
+  """One row a leaf; shorter lists are padded at their ends."""
+  arrays = [np.asarray(leaf) for leaf in leaves]
+  if len({array.shape for array in arrays}) == 1:
+    return np.stack(arrays)
+  rows = np.full((len(arrays), *np.max([array.shape for array in arrays], axis=0)), NONE, arrays[0].dtype)
+  for row, array in zip(rows, arrays):
+    row[tuple(slice(size) for size in array.shape)] = array
+  return rows

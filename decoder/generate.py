@@ -127,9 +127,9 @@ class LM:
   ) -> Decoding:
     """Begins to decode requests together; `Decoding.advance` does the work. capacity: of a new cache, in tokens; None
     chooses it. cache, held: a cache to go on from, and the tokens of the prompt to keep of it."""
-    if len({_order(request.settings) for request in requests}) > 1:
+    if len({request.settings.structure for request in requests}) > 1:
       raise ValueError("prompts decoded together need the same transforms in the same order; numbers may differ")
-    programs = self.programs(requests[0].settings)
+    programs = self.programs(requests[0].settings, any(request.settings.needs_full for request in requests))
     readers = [Reader(request, self.tokenizer) for request in requests]
     if capacity is None:
       capacity = max(r.settings.capacity or min(bucket(r.limit, SMALLEST_CAPACITY), self.context) for r in requests)
@@ -137,12 +137,12 @@ class LM:
       programs, readers, capacity=capacity, compiled_s=lambda: self._clock.seconds, cache=cache, held=held
     )
 
-  def programs(self, settings: Settings) -> Programs:
-    """The compiled programs for chains of these settings' order; made once."""
-    order = _order(settings)
+  def programs(self, settings: Settings, full: bool = False) -> Programs:
+    """The compiled programs for the short or the full chain of these settings' order; made once."""
+    order = (settings.structure, full)
     if order not in self._programs:
       vocab = self.tokenizer.vocab_size if self.tokenizer else None
-      self._programs[order] = Programs(self.network, self.params, settings.chain(), vocab, self._clock)
+      self._programs[order] = Programs(self.network, self.params, settings, full, vocab, self._clock)
     return self._programs[order]
 
   def _text(self) -> Any:
@@ -162,6 +162,7 @@ class LM:
       self._text()  # stop strings are found in text
     if settings.capacity is not None and settings.capacity > self.context:
       raise ValueError(f"capacity {settings.capacity} is beyond the context of {self.name}, {self.context} tokens")
+    settings.check_vocabulary(self.tokenizer.vocab_size if self.tokenizer else self.network.vocab_size)
     room = settings.capacity or self.context
     ids, cut = self._fit(self.encode(prompt, settings.add_bos), settings, room)
     limit = room if settings.max_new_tokens is None else len(ids) + settings.max_new_tokens
@@ -256,10 +257,6 @@ def _float_type(dtype: Any) -> Any:
   if found is None or found.name not in known:
     raise ValueError(f"dtype must be one of {', '.join(known)}, got {dtype!r}")
   return found
-
-
-def _order(settings: Settings) -> tuple:
-  return tuple((t.update, t.observe) for t in settings.transforms)
 
 
 def _is_batch(prompt: Any) -> bool:

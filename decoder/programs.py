@@ -16,7 +16,8 @@ import numpy as np
 
 from decoder.cache import Raw, allocate
 from decoder.models.registry import Network
-from decoder.sampling import LogitTransform, request_key
+from decoder.sampling import request_key
+from decoder.settings import Settings
 from decoder.strategies import State, autoregressive, init, pending, run
 from decoder.strategies.loop import Run
 from decoder.types import Array, Emission
@@ -63,15 +64,22 @@ class Clock:
 
 
 class Programs:
-  """The compiled programs of one model under one order of transforms.
+  """The compiled programs of one model under one order of transforms, that of `settings`; their numbers are data.
 
-  Each takes the State and gives a new one; the old one is donated, so its cache is updated in place.
+  full: whether for the full chain of that order or the short one. Each program takes the State and gives a new one;
+  the old one is donated, so its cache is updated in place.
   """
 
-  def __init__(self, network: Network, params: Any, chain: LogitTransform, vocab_size: int | None, clock: Clock):
-    self._network, self._params, self._clock = network, params, clock
-    self._strategy = autoregressive(network.model, chain, vocab_size)
+  def __init__(
+    self, network: Network, params: Any, settings: Settings, full: bool, vocab_size: int | None, clock: Clock
+  ):
+    self._network, self._params, self._full, self._clock = network, params, full, clock
+    self._strategy = autoregressive(network.model, settings.chain(full), vocab_size)
     self._compiled: dict[tuple, Callable] = {}
+
+  def numbers(self, settings: Settings) -> Any:
+    """The state of the chain for one row with these settings."""
+    return settings.chain(self._full).init()
 
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> Any:
     """A State for the requests in `fields` (numpy, see `_begin`), on a new cache or on `cache`, which is given away."""

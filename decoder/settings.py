@@ -6,21 +6,16 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decoder.sampling import LogitTransform, chain, min_p, repetition, temperature, top_k, top_p
+from decoder.sampling import SamplingSettings, plain
 from decoder.text.constraints import Spec, read_spec
-
-_NUMBERS = {"temperature": False, "repetition_penalty": False, "top_k": True, "top_p": True, "min_p": True}  # None: off
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(SamplingSettings):
   """All settings of a request; every number is data to the compiled step, so changing one compiles nothing.
 
   max_new_tokens: most tokens to write; 0 reads the prompt only, None goes on until the context is full.
-  repetition_penalty: on the logits of tokens that the prompt or output has, once each (1: off).
-  temperature: 0 takes the most probable token. Then, in this order and each on what the one before left: top_k (None,
-  0, −1: off), top_p (None, 1: off), min_p (None, 0: off). transforms: LogitTransforms of your own, applied first, on
-  the model's float32 logits; make them once, since programs are compiled for each new function.
+  How tokens are drawn, from temperature to transforms: see `decoder.sampling.SamplingSettings`.
   seed: of every draw, 0 … 2³² − 1; None takes a fresh one, which the result reports. n: samples of one prompt, each
   with its own draws.
   json_schema (a mapping or its JSON text), regex, grammar (Lark or GBNF), choice (a list of texts): what the text must
@@ -33,12 +28,6 @@ class Settings:
   """
 
   max_new_tokens: int | None = 256
-  temperature: float = 0.0
-  top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
-  repetition_penalty: float = 1.0
-  transforms: tuple[LogitTransform, ...] = ()
   seed: int | None = None
   n: int = 1
   json_schema: Mapping[str, Any] | str | None = None
@@ -57,10 +46,9 @@ class Settings:
     _whole("seed", self.seed, 0, 2**32 - 1)
     _whole("n", self.n, 1, None)
     _whole("capacity", self.capacity, 1, None)
-    for name, optional in _NUMBERS.items():
-      value = getattr(self, name)
-      if not (isinstance(value, numbers.Real) or (value is None and optional)):
-        raise ValueError(f"{name} must be a number{' or None' if optional else ''}, got {value!r}")
+    super().__post_init__()
+    if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+      raise ValueError(f"min_new_tokens {self.min_new_tokens} > max_new_tokens {self.max_new_tokens}; lower one")
     if self.n > 1 and self.temperature == 0:
       raise ValueError(f"n={self.n} samples at temperature 0 would all be the same; set temperature above 0, or n=1")
     stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -72,26 +60,16 @@ class Settings:
         raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
     if self.truncate not in (None, "left", "middle"):
       raise ValueError(f"truncate must be 'left', 'middle' or None, got {self.truncate!r}")
-    links = self.transforms
-    if not isinstance(links, list | tuple) or not all(isinstance(link, LogitTransform) for link in links):
-      raise ValueError(f"transforms must be a list of decoder.sampling.LogitTransform, got {links!r}")
-    object.__setattr__(self, "transforms", tuple(links))
     self.constraint()
-    self.chain()  # the transforms check their own numbers
 
   def constraint(self) -> Spec | None:
     """What the text must fit, if anything."""
     return read_spec(self.json_schema, self.regex, self.grammar, self.choice)
 
-  def chain(self) -> LogitTransform:
-    """The chain of transforms these settings stand for."""
-    filters = (top_k(self.top_k), top_p(self.top_p), min_p(self.min_p))
-    return chain(*self.transforms, repetition(self.repetition_penalty), temperature(self.temperature), *filters)
-
   def describe(self) -> dict[str, Any]:
-    """The settings as plain data, for JSON."""
-    plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    return {**plain, "transforms": len(self.transforms), "stop": list(self.stop)}
+    """The settings as plain data, for JSON; `chain` lists the transforms that are on, as they come."""
+    asked = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+    return {**asked, "transforms": len(self.transforms), "chain": self.describe_chain()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from decoder.sampling.mirostat import mirostat
 from decoder.sampling.penalties import frequency, presence, repetition
 from decoder.sampling.repeats import dry, no_repeat_ngram
 from decoder.sampling.samplers import categorical, request_key
+from decoder.sampling.settings import SamplingSettings, plain
 from decoder.sampling.temperature import dynamic_temperature, temperature
 from decoder.sampling.transforms import Context, LogitTransform, chain
 from decoder.sampling.truncation import epsilon, eta, min_p, top_k, top_n_sigma, top_p, typical, xtc
@@ -26,6 +27,7 @@ __all__ = [
   "Drawn",
   "LogitTransform",
   "Logprobs",
+  "SamplingSettings",
   "Together",
   "allowed_tokens",
   "bad_words",
@@ -47,6 +49,7 @@ __all__ = [
   "mirostat",
   "no_repeat_ngram",
   "nothing",
+  "plain",
   "presence",
   "processed_logprobs",
   "raw_logprobs",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from decoder.sampling.penalties import Scope, begin, encoded, not_one
 from decoder.sampling.transforms import Context, LogitTransform, Skipped, check
 from decoder.types import NONE, Array
 
@@ -52,10 +53,10 @@ def sequence_bias(bias: Mapping[Sequence[int], float]) -> LogitTransform:
   return LogitTransform(lambda: state, Skipped(any_first_ids, _sequence_bias))
 
 
-def bad_words(sequences: Sequence[Sequence[int]]) -> LogitTransform:
-  """Forbids the last token of each sequence where the row ends with the tokens before it, prompt included."""
-  state = padded_sequences("bad_words", sequences)
-  return LogitTransform(lambda: state, Skipped(any_ids, _bad_words))
+def bad_words(sequences: Sequence[Sequence[int]], within: Scope = "all") -> LogitTransform:
+  """Forbids the last token of each sequence where the row, or that part of it, ends with the tokens before it."""
+  state = (padded_sequences("bad_words", sequences), encoded("bad_words_scope", within))
+  return LogitTransform(lambda: state, Skipped(any_first_ids, _bad_words))
 
 
 def min_new_tokens(number: int) -> LogitTransform:
@@ -82,7 +83,7 @@ def length_decay(start: int = 0, factor: float = 1.0) -> LogitTransform:
   check("length_decay", start, lambda n: n % 1 == 0 and 0 <= n < 2**31, "(tokens ≥ 0, factor)")
   check("length_decay", factor, lambda x: 0 < x <= 100, "(tokens, factor in (0, 100])")
   state = (np.float32(factor), np.int32(start))
-  return LogitTransform(lambda: state, Skipped(_not_one, _length_decay))
+  return LogitTransform(lambda: state, Skipped(not_one, _length_decay))
 
 
 def padded_ids(name: str, ids: Sequence[int]) -> np.ndarray:
@@ -141,10 +142,6 @@ def _an_id(token: Array) -> Array:
   return token >= 0
 
 
-def _not_one(state: tuple) -> Array:
-  return state[0] != 1
-
-
 def _there(ids: Array, size: int) -> Array:
   """Ids as places to scatter to; NONE is beyond the end, and dropped."""
   return jnp.where(ids < 0, size, ids)
@@ -172,14 +169,15 @@ def _logit_bias(logits_V: Array, state: tuple, context: Context) -> Array:
   return logits_V.at[_there(ids_N, logits_V.shape[0])].add(bias_N, mode="drop")
 
 
-def _completing(sequences_NM: Array, context: Context) -> Array:
-  """The last token of each sequence whose other tokens end the row; NONE for the rest."""
+def _completing(sequences_NM: Array, context: Context, start: Array | int = 0) -> Array:
+  """The last token of each sequence whose other tokens end the row, from `start` on;
+  NONE for the rest."""
   size_N = jnp.sum((sequences_NM >= 0).astype(jnp.int32), axis=1)
   column_M = jnp.arange(sequences_NM.shape[1])
   at_NM = context.length - (size_N[:, None] - 1) + column_M[None]
   last_N = jnp.take_along_axis(sequences_NM, jnp.maximum(size_N - 1, 0)[:, None], axis=1)[:, 0]
   said_NM = jnp.take(context.tokens_L, at_NM, mode="clip")
-  agree_NM = ((said_NM == sequences_NM) & (at_NM >= 0)) | (column_M[None] >= size_N[:, None] - 1)
+  agree_NM = ((said_NM == sequences_NM) & (at_NM >= start)) | (column_M[None] >= size_N[:, None] - 1)
   return jnp.where(jnp.all(agree_NM, axis=1) & (size_N > 0), last_N, NONE)
 
 
@@ -188,8 +186,9 @@ def _sequence_bias(logits_V: Array, state: tuple, context: Context) -> Array:
   return _logit_bias(logits_V, (_completing(sequences_NM, context), bias_N), context)
 
 
-def _bad_words(logits_V: Array, sequences_NM: Array, context: Context) -> Array:
-  return _suppress(logits_V, _completing(sequences_NM, context), context)
+def _bad_words(logits_V: Array, state: tuple, context: Context) -> Array:
+  sequences_NM, within = state
+  return _suppress(logits_V, _completing(sequences_NM, context, begin(within, context)), context)
 
 
 def _min_new_tokens(logits_V: Array, number: Array, context: Context) -> Array:

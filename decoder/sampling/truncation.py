@@ -15,8 +15,8 @@ from decoder.types import Array
 
 # A sum of float32 weights is uncertain in its last bits: a mass that close to p counts as having reached it.
 REACHED = np.float32(1 - 2**-21)
-_SLACK = np.float32(1e-6)  # of thresholds on probabilities: the rounding of a float32 softmax
-_XTC = 2**31  # tags lie beyond all token ids, which are folded into keys too
+SLACK = np.float32(1e-6)  # of thresholds on probabilities: the rounding of a float32 softmax
+XTC_TAG = 2**31  # tags lie beyond all token ids, which are folded into keys too
 
 
 def top_k(value: int | None) -> LogitTransform:
@@ -90,7 +90,7 @@ def xtc(probability: float, threshold: float = 0.1) -> LogitTransform:
   check("xtc_probability", probability, lambda p: 0 <= p <= 1, "a number in [0, 1]")
   check("xtc_threshold", threshold, lambda p: 0 < p <= 1, "a number in (0, 1]")
   state = (np.float32(probability), np.float32(threshold))
-  return LogitTransform(lambda: state, Skipped(first_positive, _xtc, _XTC))
+  return LogitTransform(lambda: state, Skipped(first_positive, _xtc, XTC_TAG))
 
 
 def positive(state: Array) -> Array:
@@ -126,11 +126,11 @@ def _typical(logits_V: Array, p: Array, context: Context) -> Array:
 
 
 def _epsilon(logits_V: Array, p: Array, context: Context) -> Array:
-  return keep_above(logits_V, _log_law(logits_V)[0], jnp.log(p))
+  return keep_above(logits_V, log_law(logits_V)[0], jnp.log(p))
 
 
 def _eta(logits_V: Array, p: Array, context: Context) -> Array:
-  log_V, entropy = _log_law(logits_V)
+  log_V, entropy = log_law(logits_V)
   return keep_above(logits_V, log_V, jnp.minimum(jnp.log(p), 0.5 * jnp.log(p) - entropy))
 
 
@@ -140,12 +140,12 @@ def _top_n_sigma(logits_V: Array, n: Array, context: Context) -> Array:
   count = jnp.maximum(jnp.sum(there_V.astype(jnp.float32)), 1.0)
   mean = jnp.sum(below_V) / count
   sigma = jnp.sqrt(jnp.sum(jnp.where(there_V, (below_V - mean) ** 2, 0.0)) / count)
-  return jnp.where((below_V <= n * sigma * (1 + _SLACK)) | (below_V <= 0), logits_V, -jnp.inf)
+  return jnp.where((below_V <= n * sigma * (1 + SLACK)) | (below_V <= 0), logits_V, -jnp.inf)
 
 
 def _xtc(logits_V: Array, state: tuple, context: Context) -> Array:
   probability, threshold = state
-  strong_V = _log_law(logits_V)[0] >= jnp.log(threshold) - _SLACK
+  strong_V = log_law(logits_V)[0] >= jnp.log(threshold) - SLACK
   least = jnp.min(jnp.where(strong_V, logits_V, jnp.inf))
   ids_V = jnp.arange(logits_V.shape[0])
   spared = jnp.min(jnp.where(strong_V & (logits_V == least), ids_V, logits_V.shape[0]))
@@ -162,10 +162,10 @@ def nucleus(logits_V: Array, p: Array) -> Array:
 
 def keep_above(logits_V: Array, log_V: Array, edge: Array) -> Array:
   """Tokens of log-probability ≥ edge, up to rounding, and the most probable in any case."""
-  return jnp.where((log_V >= edge - _SLACK) | (logits_V == jnp.max(logits_V)), logits_V, -jnp.inf)
+  return jnp.where((log_V >= edge - SLACK) | (logits_V == jnp.max(logits_V)), logits_V, -jnp.inf)
 
 
-def _log_law(logits_V: Array) -> tuple[Array, Array]:
+def log_law(logits_V: Array) -> tuple[Array, Array]:
   """Log-probabilities and their entropy, in nats."""
   x_V = logits_V - jnp.max(logits_V)
   weight_V = jnp.exp(x_V)

@@ -1,0 +1,186 @@
+"""What may be asked of the draw: the part of a request's settings that becomes a chain of transforms."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from decoder.sampling.orders import LINKS, build, check_order, needs_full, used
+from decoder.sampling.penalties import Scope
+from decoder.sampling.presets import PRESETS
+from decoder.sampling.transforms import LogitTransform, chain
+
+_FILTERS = ("top_k", "top_p", "min_p", "typical", "epsilon", "eta", "top_n_sigma", "xtc")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingSettings:
+  """How tokens are drawn. Every number and list is data to the compiled step; the order of the transforms is not.
+
+  temperature: 0 takes the most probable token, after all masks, biases and penalties; dynatemp_range > 0 moves it with
+  the law's entropy, to the power dynatemp_exponent. Filters, each on what the one before left: top_k (None, 0, −1:
+  off), top_p and typical_p (None, 1: off), min_p, epsilon_cutoff, eta_cutoff, top_n_sigma (None, 0: off),
+  xtc_probability (0: off) with xtc_threshold, mirostat_tau (bits; None: off) with mirostat_eta, instead of all others.
+  Penalties: repetition_penalty on tokens of the prompt or output, once each (1: off); presence_penalty and
+  frequency_penalty on those of the output (0: off); repetition_scope and penalty_scope change where they look: 'all',
+  'output' or a number of last tokens. dry_multiplier (0: off) with dry_base, dry_allowed_length, dry_scope and
+  dry_breakers (ids); no_repeat_ngram_size (None, 0: off).
+  By id: logit_bias {id: number}; sequence_bias {(id, …): number}; bad_words [[id, …], …]; allowed_tokens (None: all);
+  suppress_tokens; begin_suppress_tokens, for the first token only; min_new_tokens before any end id; forced_bos, the
+  first token; forced_eos, the last before the limit; length_decay (tokens, factor), which makes ends likelier.
+  order: names of `decoder.sampling.orders.LINKS`, in another order than ours; preset: 'hf', 'vllm', 'llamacpp' or
+  'mlx', the order and the rules of that library. One compilation each.
+  transforms: LogitTransforms of your own, applied first, on the model's float32 logits; make them once, since programs
+  are compiled for each new function.
+  """
+
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  typical_p: float | None = None
+  epsilon_cutoff: float | None = None
+  eta_cutoff: float | None = None
+  top_n_sigma: float | None = None
+  xtc_probability: float = 0.0
+  xtc_threshold: float = 0.1
+  mirostat_tau: float | None = None
+  mirostat_eta: float = 0.1
+  dynatemp_range: float = 0.0
+  dynatemp_exponent: float = 1.0
+  repetition_penalty: float = 1.0
+  repetition_scope: Scope | None = None
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  penalty_scope: Scope | None = None
+  dry_multiplier: float = 0.0
+  dry_base: float = 1.75
+  dry_allowed_length: int = 2
+  dry_scope: Scope = "all"
+  dry_breakers: Sequence[int] = ()
+  no_repeat_ngram_size: int | None = None
+  logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+  sequence_bias: Mapping[Sequence[int], float] = dataclasses.field(default_factory=dict)
+  bad_words: Sequence[Sequence[int]] = ()
+  allowed_tokens: Sequence[int] | None = None
+  suppress_tokens: Sequence[int] = ()
+  begin_suppress_tokens: Sequence[int] = ()
+  min_new_tokens: int = 0
+  forced_bos: int | None = None
+  forced_eos: int | None = None
+  length_decay: tuple[int, float] | None = None
+  order: Sequence[str] | None = None
+  preset: str | None = None
+  transforms: tuple[LogitTransform, ...] = ()
+
+  def __post_init__(self) -> None:
+    self._freeze()
+    if self.preset not in PRESETS:
+      known = ", ".join(repr(name) for name in PRESETS if name)
+      raise ValueError(f"preset must be one of {known}, or None for our own order, got {self.preset!r}")
+    if self.order is not None and self.preset is not None:
+      raise ValueError(
+        f"order and preset both say in which order transforms come; drop one, got preset={self.preset!r}"
+      )
+    check_order(self.names, f"preset {self.preset!r}" if self.order is None else "order", self.numbers())
+    self._contradictions()
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The order of the full chain."""
+    return PRESETS[self.preset].order if self.order is None else tuple(self.order)
+
+  @property
+  def needs_full(self) -> bool:
+    """Whether these settings turn on what the short chain lacks."""
+    return needs_full(self.names, self.numbers())
+
+  @property
+  def structure(self) -> tuple:
+    """What chains must have in common to share programs, besides being short or full."""
+    return self.names, tuple((link.update, link.observe) for link in self.transforms)
+
+  def numbers(self) -> dict[str, Any]:
+    """The transforms' settings by name, with the preset's scopes where none was named."""
+    preset = PRESETS[self.preset]
+    known = {setting: getattr(self, setting) for link in LINKS.values() for setting in link.settings}
+    for scope in ("repetition_scope", "penalty_scope"):
+      known[scope] = getattr(preset, scope) if known[scope] is None else known[scope]
+    return known
+
+  def chain(self, full: bool | None = None) -> LogitTransform:
+    """The chain of transforms these settings stand for: the short or the full one (None: as they need). Where both can
+    do what is asked they leave the same logits, bit by bit."""
+    full = self.needs_full if full is None else full
+    return chain(*self.transforms, *build(self.names, self.numbers(), full))
+
+  def describe_chain(self) -> list[dict[str, Any]]:
+    """The transforms that are on, in their order, each with its numbers; plain data."""
+    numbers, own = self.numbers(), [{"name": "transform"} for _ in self.transforms]
+    on = used(self.names, numbers)
+    return own + [{"name": name, **{s: plain(numbers[s]) for s in LINKS[name].settings}} for name in on]
+
+  def check_vocabulary(self, size: int) -> None:
+    """ValueError for ids that a model with so many tokens cannot draw."""
+    listed = {
+      **{name: getattr(self, name) or () for name in ("allowed_tokens", "suppress_tokens", "begin_suppress_tokens")},
+      "dry_breakers": self.dry_breakers,
+      "logit_bias": self.logit_bias,
+      "bad_words": [token for word in self.bad_words for token in word],
+      "sequence_bias": [token for sequence in self.sequence_bias for token in sequence],
+      **{name: [t for t in (getattr(self, name),) if t is not None] for name in ("forced_bos", "forced_eos")},
+    }
+    for name, ids in listed.items():
+      beyond = [token for token in ids if token >= size]
+      if beyond:
+        raise ValueError(f"{name} has token {beyond[0]}, but the model's tokens are 0 … {size - 1}")
+
+  def _freeze(self) -> None:
+    """Copies of what the caller could still change; ValueError for what is no list or mapping."""
+    for name in ("dry_breakers", "allowed_tokens", "suppress_tokens", "begin_suppress_tokens", "order", "bad_words"):
+      value = getattr(self, name)
+      if value is not None:
+        object.__setattr__(self, name, tuple(_listed(name, value)))
+    object.__setattr__(self, "bad_words", tuple(tuple(_listed("bad_words", word)) for word in self.bad_words))
+    for name in ("logit_bias", "sequence_bias"):
+      if not isinstance(getattr(self, name), Mapping):
+        raise ValueError(f"{name} must be a mapping to numbers, got {getattr(self, name)!r}")
+    object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+    tuples = {tuple(_listed("sequence_bias", one)): number for one, number in self.sequence_bias.items()}
+    object.__setattr__(self, "sequence_bias", tuples)
+    decay = self.length_decay
+    if decay is not None and (not isinstance(decay, list | tuple) or len(decay) != 2):
+      raise ValueError(f"length_decay must be (tokens, factor) or None, got {decay!r}")
+    links = self.transforms
+    if not isinstance(links, list | tuple) or not all(isinstance(link, LogitTransform) for link in links):
+      raise ValueError(f"transforms must be a list of decoder.sampling.LogitTransform, got {links!r}")
+    object.__setattr__(self, "transforms", tuple(links))
+
+  def _contradictions(self) -> None:
+    on = used(self.names, self.numbers())
+    others = [name for name in on if name.startswith(_FILTERS)]
+    if "mirostat" in on and others:
+      named = ", ".join(LINKS[name].settings[0] for name in others)
+      raise ValueError(f"mirostat_tau chooses how many tokens may be drawn, and so would {named}; unset one of them")
+    if self.temperature == 0 and (self.dynatemp_range or self.mirostat_tau):
+      name = "dynatemp_range" if self.dynatemp_range else "mirostat_tau"
+      raise ValueError(f"{name} steers a random draw, but temperature=0 draws none; set temperature above 0")
+    if self.temperature == 0 and self.preset == "mlx" and self.xtc_probability:
+      raise ValueError("xtc_probability has no effect at temperature 0 in MLX; set temperature above 0")
+    allowed = set(self.allowed_tokens or ())
+    banned = {*self.suppress_tokens, *(word[0] for word in self.bad_words if len(word) == 1)}
+    if allowed and allowed <= banned:
+      raise ValueError("allowed_tokens leaves no token that suppress_tokens and bad_words do not forbid")
+
+
+def plain(value: Any) -> Any:
+  """A setting as plain data, for JSON."""
+  if isinstance(value, Mapping):
+    named = all(isinstance(key, str) for key in value)  # JSON has no others
+    return dict(value) if named else [[plain(key), number] for key, number in value.items()]
+  return [plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _listed(name: str, value: Any) -> Sequence:
+  if not isinstance(value, list | tuple | set | frozenset | range):
+    raise ValueError(f"{name} must be a list, got {value!r}")
+  return sorted(value) if isinstance(value, set | frozenset) else value

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from decoder.sampling.selection import FEW, only_if
+from decoder.sampling.selection import FEW, head, only_if
 from decoder.types import Array
 
 
@@ -27,7 +27,7 @@ def typical_set(logits_V: Array, share: Array) -> TypicalSet:
   mean = jnp.sum(jnp.where(weight_V > 0, weight_V * x_V, 0.0)) / mass
   # |−log p − H|: the logarithm of the mass is in both and cancels. What is masked comes last of all.
   off_V = jnp.where(weight_V > 0, jnp.abs(x_V - mean), jnp.inf)
-  near_C, ids_C = lax.top_k(-off_V, min(FEW, size))
+  near_C, ids_C = head(-off_V)
   reached_C = jnp.cumsum(weight_V[ids_C]) >= share * mass
   found = jnp.any(reached_C)
   last = jnp.where(found, jnp.argmax(reached_C), ids_C.shape[0] - 1)

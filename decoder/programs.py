@@ -90,7 +90,7 @@ class Programs:
         cache = allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype))
       return _begin(cache, fields)
 
-    key = ("begin", capacity, cache is None, _signature(fields))
+    key = ("begin", capacity, None if cache is None else cache.codec, _signature(fields))
     return self._compile(key, f"a cache for {rows} × {capacity} tokens", program, 0, cache, fields)(cache, fields)
 
   def grow(self, cache: Any, capacity: int) -> Any:
@@ -237,7 +237,8 @@ def _unpack(words_BW: Array) -> Array:
 
 
 def _signature(tree: Any) -> tuple:
-  """The shapes that tell two compilations of a program apart."""
+  """The shapes that tell two compilations of a program apart, and the format of the cache."""
+  codec = ()
   if isinstance(tree, State):
-    tree = (tree.context_BL, tree.ends_BE, tree.settings)
-  return tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(tree))
+    codec, tree = (tree.cache.codec,), (tree.context_BL, tree.ends_BE, tree.settings)
+  return codec + tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(tree))

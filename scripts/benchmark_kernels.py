@@ -8,8 +8,6 @@ A round multiplies by as many matrices as make --mib, so that none is found in a
 own dot on float32 alternate, and the best round of each counts. Expect one row near 100 % in every format.
 """
 
-import concurrent.futures
-import os
 import time
 
 import jax
@@ -17,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from decoder.measure.roofline import read_speed
 from decoder.ops import quantised
 from decoder.ops.kernels import build, products
 from decoder.ops.linear import linear
@@ -62,15 +61,6 @@ def product(multiply, weights: list, rows: int):
   return lambda: compiled(inputs, weights).block_until_ready()
 
 
-def read_speed() -> float:
-  """GB/s at which all cores together read memory, best of the rounds."""
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-  parts = np.array_split(np.ones(max(FLAGS.mib, 256) << 18, np.float32), cores)
-  with concurrent.futures.ThreadPoolExecutor(cores) as pool:
-    best = min(seconds(lambda: list(pool.map(np.max, parts))) for _ in range(FLAGS.rounds))
-  return sum(part.nbytes for part in parts) / best / 1e9
-
-
 def seconds(work) -> float:
   start = time.perf_counter()
   work()
@@ -81,7 +71,7 @@ def main(argv: list[str]) -> None:
   if not build.ready():
     raise app.UsageError("no CPU kernels here: put a C++ compiler on the PATH")
   shapes = [tuple(map(int, shape.split("x"))) for shape in FLAGS.shapes]
-  limit = read_speed()
+  limit = read_speed(max(FLAGS.mib, 256), FLAGS.rounds) / 1e9
   print(f"memory reads: {limit:.1f} GB/s\n{'format':>10} {'rows':>4} {'ms/GiB-f32':>10} {'GB/s':>6} {'of limit':>8}")
   made = {kind: weights(kind, shapes) for kind in FLAGS.formats}
   for rows in map(int, FLAGS.rows):

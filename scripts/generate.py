@@ -12,7 +12,6 @@ One prompt is streamed; several (--prompt again) are decoded together and printe
 
 import contextlib
 import json
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,6 +104,8 @@ def report_problem(result: Any) -> None:
 
 def figures(results: list[Any]) -> str:
   """One line of what it took; rates of several prompts are those of all together."""
+  from decoder.measure.machine import peak_memory
+
   timings = [result.timings for result in results]
   first, each = (max((getattr(t, name) or 0.0 for t in timings), default=0.0) for name in ("ttft_ms", "tpot_ms"))
   read, new = sum(t.prompt_tokens for t in timings), sum(t.new_tokens for t in timings)
@@ -119,17 +120,6 @@ def figures(results: list[Any]) -> str:
   if FLAGS.temperature > 0:
     parts.append("seed " + ", ".join(str(result.seed) for result in results))
   return " · ".join(parts)
-
-
-def peak_memory() -> int:
-  """Bytes: of the device where it tells, else of this process."""
-  import jax
-
-  stats = jax.local_devices()[0].memory_stats()
-  if stats and "peak_bytes_in_use" in stats:
-    return stats["peak_bytes_in_use"]
-  unit = 1 if sys.platform == "darwin" else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def profiler() -> Any:

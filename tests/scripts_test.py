@@ -191,3 +191,53 @@ def test_ctrl_c_ends_the_program_quietly(tiny, home):
   assert process.returncode == 0, err
   assert "Traceback" not in err
   assert "Ctrl-D" in out
+
+
+def test_benchmark_prints_a_table_writes_json_compares_and_draws(tiny, home, tmp_path):
+  flags = ["--model", str(tiny), "--prompts", "8", "--tokens", "4", "--rounds", "1", "--json", str(tmp_path / "r.json")]
+  done = run("benchmark.py", *flags, "--batches", "1,2", "--plots", str(tmp_path / "out"), home=home)
+  assert done.returncode == 0, done.stderr
+  heads, *lines = done.stdout.splitlines()
+  assert heads.split()[:6] == ["weights", "cache", "batch", "prompt", "position", "capacity"]
+  assert [line.split()[2] for line in lines] == ["1", "2"]
+  kept = json.loads((tmp_path / "r.json").read_text())
+  assert kept["machine"]["cores"] >= 1
+  assert kept["breakdown"][0]["whole_ms"] > 0
+  assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["step_parts.png", "tokens_by_batch.png"]
+  assert "not drawn, ttft_by_prompt: wants two prompt lengths" in done.stderr
+  again = run(
+    "benchmark.py", *flags, "--batches", "2,64", "--capacities", "16,32", "--compare", str(tmp_path / "r.json"),
+    home=home,
+  )  # fmt: skip
+  assert again.returncode == 0, again.stderr
+  assert "capacity 32: a step takes" in again.stdout
+  assert "only in the earlier run: weights float, cache float32, batch 1" in again.stdout
+
+
+def test_benchmark_prints_the_peers_line_and_the_format_that_ran(tiny, home):
+  flags = ["--model", str(tiny), "--peer_line", "--batches", "2", "--weights", "int8"]
+  done = run("benchmark.py", *flags, home=home)
+  assert done.returncode == 2  # this model's context is too short for the peers' prompts: said, not measured
+  assert "context" in done.stderr
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (["--batches", "1,x"], "--batches wants whole numbers ≥ 1, joined by commas, got 'x'"),
+    (["--prompts", "0"], "--prompts wants"),
+    (["--tokens", "1"], "--tokens wants"),
+    (["--rounds", "0"], "--rounds wants"),
+    (["--formats", "q9"], "--formats knows float, keep"),
+    (["--caches", "int3"], "--caches knows float32"),
+    (["--positions", "500", "--capacities", "512"], "--positions 500 and --tokens 64 + 1 do not fit --capacities 512"),
+    (["--compare", "missing.json"], "missing.json"),
+    (["--json", "no_such_directory/x.json"], "--json"),
+  ],
+)
+def test_benchmark_refuses_a_mistake_before_loading(flags, says):
+  done = run("benchmark.py", "--model", "never_loaded.gguf", *flags)
+  assert done.returncode == 2
+  assert "Traceback" not in done.stderr
+  assert says in done.stderr
+  assert len(done.stderr.strip().splitlines()) == 1

@@ -2,12 +2,24 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from decoder.generate import LM
+from decoder.measure.roofline import weight_formats
 
 STEPS = 16  # tokens a call while the fused loop is timed: enough to hide the call, few enough for a median
+NEW = 128  # tokens that the peers' scripts decode
+LONG = 512  # tokens of the peers' long prompt
+
+
+def timed(work: Callable[[], Any]) -> float:
+  """Milliseconds that a call takes."""
+  start = time.perf_counter()
+  work()
+  return (time.perf_counter() - start) * 1e3
 
 
 def decode_times(lm: LM, ids: Sequence[int], rows: int, tokens: int, *, steps: int, capacity: int) -> list[float]:
@@ -16,18 +28,12 @@ def decode_times(lm: LM, ids: Sequence[int], rows: int, tokens: int, *, steps: i
   Returns milliseconds: first that of the prompt with its first token, then, call by call of `steps` steps, those of one
   step. Everything is compiled before.
   """
-  decoding = lm.start(
-    [lm.request(list(ids), max_new_tokens=tokens, ignore_eos=True) for _ in range(rows)], capacity=capacity
-  )
-  times, done = [], 1
-  start = time.perf_counter()
-  decoding.advance(1)
-  times.append((time.perf_counter() - start) * 1e3)
+  request = lm.request(list(ids), max_new_tokens=tokens, ignore_eos=True)
+  decoding = lm.start([request] * rows, capacity=capacity)
+  times, done = [timed(lambda: decoding.advance(1))], 1
   while not decoding.done:
     count = min(steps, tokens - done)
-    start = time.perf_counter()
-    decoding.advance(count)
-    times.append((time.perf_counter() - start) * 1e3 / count)
+    times.append(timed(lambda: decoding.advance(count)) / count)  # noqa: B023 (called here)
     done += count
   return times
 
@@ -36,22 +42,22 @@ def peer_line(lm: LM, ids: Sequence[int], *, capacity: int = 512, batches: Seque
   """The work that the scripts in shared/peers do: 128 greedy tokens after a short prompt, 512 prompt tokens, batches.
 
   tpot_ms: median of a step in the fused loop; stream_tpot_ms: of a step when each token goes to the host; ttft_ms,
-  prefill512_ms: until the first token is there; batchN_tokens_per_s: N rows decoded together, prompt excluded.
+  prefill512_ms: until the first token is there; batchN_tokens_per_s: N rows decoded together, 128 tokens each, over
+  all their time but that of the prompt. weights, cache: the formats that ran, for people to read.
   """
   decode_times(lm, ids, 1, 2 * STEPS, steps=STEPS, capacity=capacity)  # touches every weight and program once
-  fused = decode_times(lm, ids, 1, 129, steps=STEPS, capacity=capacity)
-  streamed = decode_times(lm, ids, 1, 65, steps=1, capacity=capacity)
+  fused = decode_times(lm, ids, 1, NEW + 1, steps=STEPS, capacity=capacity)
+  streamed = decode_times(lm, ids, 1, NEW + 1, steps=1, capacity=capacity)
   line = {
     "tpot_ms": statistics.median(fused[1:]),
     "stream_tpot_ms": statistics.median(streamed[1:]),
     "ttft_ms": min(fused[0], streamed[0]),
   }
-  long = [5 + 7 * i % 40000 for i in range(512)]
-  reads = [decode_times(lm, long, 1, 1, steps=1, capacity=1024)[0] for _ in range(3)]
+  long = [(5 + 7 * i) % lm.network.vocab_size for i in range(LONG)]
+  reads = [decode_times(lm, long, 1, 1, steps=1, capacity=2 * LONG)[0] for _ in range(3)]
   line["prefill512_ms"] = statistics.median(reads[1:])
   for rows in batches:
-    tokens = 33 if rows < 32 else 13
-    decode_times(lm, ids, rows, 3, steps=2, capacity=capacity)
-    times = decode_times(lm, ids, rows, tokens, steps=4, capacity=capacity)
-    line[f"batch{rows}_tokens_per_s"] = rows * 1e3 / statistics.median(times[1:])
-  return line
+    decode_times(lm, ids, rows, 1 + STEPS, steps=STEPS, capacity=capacity)
+    times = decode_times(lm, ids, rows, 1 + NEW, steps=STEPS, capacity=capacity)
+    line[f"batch{rows}_tokens_per_s"] = rows * 1e3 / statistics.mean(times[1:])
+  return {**line, "weights": weight_formats(lm.params), "cache": jnp.dtype(lm.network.dtype).name}

@@ -205,12 +205,12 @@ def test_benchmark_prints_a_table_writes_json_compares_and_draws(tiny, home, tmp
   assert kept["breakdown"][0]["whole_ms"] > 0
   assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["step_parts.png", "tokens_by_batch.png"]
   assert "not drawn, ttft_by_prompt: wants two prompt lengths" in done.stderr
-  again = run(
-    "benchmark.py", *flags, "--batches", "2,64", "--capacities", "16,32", "--compare", str(tmp_path / "r.json"),
-    home=home,
-  )  # fmt: skip
+  more = ["--batches", "2", "--capacities", "8,32,128", "--compare", str(tmp_path / "r.json")]
+  again = run("benchmark.py", *flags, *more, home=home)
   assert again.returncode == 0, again.stderr
-  assert "capacity 32: a step takes" in again.stdout
+  assert "capacity 8: --positions 8 and --tokens 4 + 1 do not fit --capacities 8" in again.stderr  # skipped
+  assert "capacity 128: a step takes" in again.stdout
+  assert "only in this run: weights float, cache float32, batch 2, prompt 8, position 8, capacity 32" in again.stdout
   assert "only in the earlier run: weights float, cache float32, batch 1" in again.stdout
 
 

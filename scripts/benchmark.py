@@ -105,16 +105,17 @@ def sensible(axes: Any, weights: str, network: Any) -> list[Any]:
 
 def measure(formats: list[str], axes: Any) -> dict[str, Any]:
   """Everything that was measured, as plain data."""
-  from decoder.measure import machine, roofline
+  from decoder.measure import grid, machine, roofline
 
-  limit, each = roofline.read_speed(), {"points": [], "breakdown": []}
+  speeds, points, breakdown = [roofline.read_speed()], [], []
   for name in formats:
-    model = measure_format(name, axes, limit, **each)
-  facts = {"model": model, "read_gb_per_s": limit / 1e9, "tokens": FLAGS.tokens, "rounds": FLAGS.rounds}
-  return {**machine.describe(), **facts, **each}
+    model = measure_format(name, axes, points, breakdown)
+    speeds.append(roofline.read_speed())  # neighbours may take memory's time from one of these: the best is the limit
+  facts = {"model": model, "read_gb_per_s": max(speeds) / 1e9, "tokens": FLAGS.tokens, "rounds": FLAGS.rounds}
+  return {**machine.describe(), **facts, "points": grid.against(points, max(speeds)), "breakdown": breakdown}
 
 
-def measure_format(name: str, axes: Any, limit: float, points: list, breakdown: list) -> str:
+def measure_format(name: str, axes: Any, points: list, breakdown: list) -> str:
   """Appends the points of one format of weights, and where the first one's time goes. Returns the model's name."""
   from tqdm import tqdm
 
@@ -125,7 +126,7 @@ def measure_format(name: str, axes: Any, limit: float, points: list, breakdown: 
   lm = entry.load({})
   good = sensible(axes, name, lm.network)
   with tqdm(total=len(good) * (FLAGS.rounds + 1), desc=name, leave=False, delay=2.0) as bar:
-    points += grid.measure(lm, good, tokens=FLAGS.tokens, rounds=FLAGS.rounds, limit=limit, on_run=bar.update)
+    points += grid.measure(lm, good, tokens=FLAGS.tokens, rounds=FLAGS.rounds, on_run=bar.update)
   if FLAGS.plots:
     breakdown.append(parts.measure(lm, good[0]))
   return lm.name

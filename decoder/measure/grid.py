@@ -103,19 +103,19 @@ def objection(point: Point, tokens: int, network: Network | None = None) -> str 
 
 
 def measure(
-  lm: LM, chosen: Iterable[Point], *, tokens: int, rounds: int, limit: float, on_run: Callable[[], Any]
+  lm: LM, chosen: Iterable[Point], *, tokens: int, rounds: int, on_run: Callable[[], Any]
 ) -> list[dict[str, Any]]:
   """One dict of plain figures a point, see `figures`.
 
-  tokens: decoded a row and run, at least 2. rounds: that count. limit: bytes a second that memory is read at. on_run:
-  called after every run, of which there are rounds + 1 a point.
+  tokens: decoded a row and run, at least 2. rounds: that count. on_run: called after every run, of which there
+  are rounds + 1 a point.
   """
   samples: dict[Point, list[Sample]] = {point: [] for point in chosen}
   for _ in range(rounds + 1):
     for point, taken in samples.items():
       taken.append(run(lm, point, tokens))
       on_run()
-  return [figures(lm, point, taken, tokens, limit) for point, taken in samples.items()]
+  return [figures(lm, point, taken, tokens) for point, taken in samples.items()]
 
 
 def run(lm: LM, point: Point, tokens: int) -> Sample:
@@ -171,12 +171,12 @@ def _filled(spec: tuple[LayerSpec, ...], codec: Codec, batch: int, capacity: int
   return cache
 
 
-def figures(lm: LM, point: Point, samples: Sequence[Sample], tokens: int, limit: float) -> dict[str, Any]:
+def figures(lm: LM, point: Point, samples: Sequence[Sample], tokens: int) -> dict[str, Any]:
   """A point and its figures as plain data; the first sample tells of compilation only.
 
   stored: see `roofline.weight_formats`. tpot_ms: median of a step in the fused loop; stream_tpot_ms and tpot_p95_ms:
   median and 95th percentile of a step that is a call of its own; tokens_per_s: of all rows, in the fused loop;
-  gb_per_s: bytes_per_step in that time; of_limit: of what memory gives. peak_mb: of the process, or of the device.
+  gb_per_s: bytes_per_step in that time. peak_mb: of the process, or of the device.
   """
   counted = samples[1:]
   fused = [ms for sample in counted for ms in sample.fused]
@@ -194,11 +194,19 @@ def figures(lm: LM, point: Point, samples: Sequence[Sample], tokens: int, limit:
     "tpot_p95_ms": float(np.percentile(single, 95)),
     "tokens_per_s": 1e3 * point.batch / tpot,
     "gb_per_s": needed / tpot / 1e6,
-    "of_limit": 1e3 * needed / tpot / limit,
     "peak_mb": max(sample.peak_bytes for sample in counted) / 1e6,
     "compile_s": samples[0].compile_s,
     "bytes_per_step": needed,
-    "limit_ms": 1e3 * needed / limit,
     "rounds_tpot_ms": [statistics.median(sample.fused) for sample in counted],
     "rounds_ttft_ms": [sample.ttft for sample in counted],
   }
+
+
+def against(points: Sequence[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
+  """The same points with limit_ms, the time that memory read at `limit` bytes a second gives a step, and of_limit, the
+  share of it in the time that a step took."""
+  told = []
+  for point in points:
+    least = 1e3 * point["bytes_per_step"] / limit
+    told.append({**point, "limit_ms": least, "of_limit": least / point["tpot_ms"]})
+  return told

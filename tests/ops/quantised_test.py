@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from decoder.ops import quantised
+from decoder.ops.kernels import products
 from decoder.ops.linear import linear
 
 GGUF_KINDS = [kind for kind, of in quantised.KINDS.items() if of.block]
@@ -78,3 +79,15 @@ def test_errors_say_what_is_wanted():
     quantised.quantise(np.zeros((4, 33)), "q8_0", striped=True)
   with pytest.raises(ValueError, match="known are int8, q8_0"):
     quantised.quantise(np.zeros((4, 32)), "q9", striped=True)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
+def test_the_product_for_tpu_is_the_product(kind):
+  """Scales spread over more than one pass of inputs; the control is a scale in its neighbour's place."""
+  rng = np.random.default_rng(0)
+  weight = jax.tree.map(jnp.asarray, quantised.quantise(rng.normal(size=(24, 4096 + 96)), kind, striped=False))
+  x = jnp.asarray(rng.normal(size=(2, 3, 4096 + 96)), jnp.float32)
+  expected = np.asarray(x, np.float64) @ np.asarray(quantised.dequantise(weight), np.float64).T
+  np.testing.assert_allclose(products._spread(x, weight), expected, atol=1e-3)
+  shifted = weight.replace(scales=jnp.roll(weight.scales, 1, axis=1))
+  assert np.abs(products._spread(x, shifted) - expected).max() > 0.1

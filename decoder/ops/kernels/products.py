@@ -20,6 +20,7 @@ from decoder.types import Array, QTensor
 
 FEW = 16  # rows; above, float weights are no longer what a product waits for, and XLA's blocked dot is better
 _TYPES = (jnp.float32, jnp.bfloat16)
+_SPREAD = 128 * quantised.GROUP  # inputs whose scales a TPU's matrix unit takes in one pass
 _KINDS = (*quantised.KINDS, "float32", "bfloat16")  # as the C++ numbers them
 
 
@@ -49,10 +50,37 @@ def dot(x: Array, weight_FD: Array | QTensor) -> Array:
   if not isinstance(weight_FD, QTensor):
     return lax.dot_general(x, weight_FD.astype(x.dtype), contracted)
   if quantised.KINDS[weight_FD.kind].grouped:
-    return lax.dot_general(x, quantised.dequantise(weight_FD, x.dtype), contracted)
+    return lax.platform_dependent(x, weight_FD, tpu=_spread, default=_grouped)
   values_FD, scales_F, _ = quantised.by_rows(weight_FD)
   out = lax.dot_general(x, values_FD.astype(x.dtype), contracted, preferred_element_type=jnp.float32)
   return (out * jnp.broadcast_to(scales_F, out.shape)).astype(x.dtype)
+
+
+def _grouped(x: Array, weight_FD: QTensor) -> Array:
+  return lax.dot_general(x, quantised.dequantise(weight_FD, x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _spread(x: Array, weight_FD: QTensor) -> Array:
+  """The same for TPU, where a weight reshaped into groups would be written out, twice: here scales reach their inputs
+  by a product with zeros and ones, and the compiler fuses both products and what lies between them."""
+  contracted = (((x.ndim - 1,), (1,)), ((), ()))
+  values_FD, *floats_FG = quantised.by_rows(weight_FD)
+  offset = quantised.KINDS[weight_FD.kind].offset
+  total = jnp.zeros((*x.shape[:-1], weight_FD.shape[0]), jnp.float32)
+  for start in range(0, x.shape[-1], _SPREAD):
+    inputs = slice(start, min(start + _SPREAD, x.shape[-1]))
+    groups = slice(inputs.start // quantised.GROUP, inputs.stop // quantised.GROUP)
+    owner_D = jnp.arange(inputs.stop - inputs.start)[None] // quantised.GROUP
+    owned_GD = (owner_D == jnp.arange(groups.stop - groups.start)[:, None]).astype(x.dtype)
+
+    def spread(floats_FG: Array, groups: slice = groups, owned_GD: Array = owned_GD) -> Array:
+      return jnp.matmul(floats_FG[:, groups].astype(x.dtype), owned_GD, precision=lax.Precision.HIGHEST)
+
+    scales_FD, *minimums_FD = (spread(part) for part in floats_FG if part is not None)
+    part_FD = (values_FD[:, inputs].astype(x.dtype) - jnp.asarray(offset, x.dtype)) * scales_FD
+    part_FD = sum(minimums_FD, start=part_FD)
+    total = total + lax.dot_general(x[..., inputs], part_FD, contracted, preferred_element_type=jnp.float32)
+  return total.astype(x.dtype)
 
 
 def _run(x: Array | Normed, weights: tuple, residual: Array | None, gate: bool) -> tuple[Array, ...]:

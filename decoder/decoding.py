@@ -17,6 +17,7 @@ from decoder.settings import Result, Timings
 from decoder.strategies import Finish, State
 from decoder.types import NONE
 
+_MOMENT = 0.05  # seconds that a stream may gather tokens for: nobody sees it, and each call costs one token's host work
 _STEPS_WITH_STOPS = 8  # steps a call where text may end a row: at most this many are wasted
 
 
@@ -136,8 +137,7 @@ class Stream:
 
   def __init__(self, decoding: Decoding, load_s: float, finish: Callable[[Decoding], None] | None = None):
     self._decoding, self._load_s, self._finish = decoding, load_s, finish
-    # On CPU a call a token costs nothing worth saving; on accelerators each costs a trip to the device.
-    self._steps = 1 if jax.default_backend() == "cpu" else 8
+    self._steps = 1  # tokens of the next call
     self._result: Result | None = None
 
   def __iter__(self) -> Iterator[str]:
@@ -145,7 +145,10 @@ class Stream:
 
   def __next__(self) -> str:
     while not self._decoding.done:
+      start = time.perf_counter()
       (delta,) = self._decoding.advance(self._steps)
+      each = (time.perf_counter() - start) / self._steps
+      self._steps = min(max(int(_MOMENT / each), 1), _STEPS_WITH_STOPS)
       if delta:
         return delta
     self._end()

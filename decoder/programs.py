@@ -5,6 +5,7 @@ two, caches have a power of two of slots, batches a power of two of rows. Everyt
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -120,11 +121,11 @@ class Programs:
     aligned to the prompts' ends, so that the last chunk holds every row's last token.
     """
     state, last, start_B = self._read_but_last(state, lengths, held)
-    return self._last(last, state, start_B)(self._params, state, start_B)
+    return self._last(last, state, start_B)(state, start_B)
 
   def loop(self, state: State, limit: int) -> Run:
     """Up to `limit` ≤ LOOP further steps."""
-    return self._loop(state)(self._params, state, np.int32(limit))
+    return self._loop(state)(state, np.int32(limit))
 
   def prepare_halves(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
     """Compiles what `read_half`, `forward` and `draw` will need."""
@@ -141,11 +142,11 @@ class Programs:
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
     """Like `read`, up to the draw: gives the features that `draw` takes."""
     state, last, start_B = self._read_but_last(state, lengths, held)
-    return self._forward(last, state, start_B)(self._params, state, start_B)
+    return self._forward(last, state, start_B)(state, start_B)
 
   def forward(self, state: State) -> tuple[State, Array]:
     """Reads each row's last token; gives the features that `draw` takes. Returns before the device is done."""
-    return self._forward(1, state, None)(self._params, state, None)
+    return self._forward(1, state, None)(state, None)
 
   def open_masks(self, state: State) -> np.ndarray:
     """Masks for `draw` that forbid nothing, to be changed: a bit an id, uint32 words, lowest bit first."""
@@ -153,7 +154,7 @@ class Programs:
 
   def draw(self, state: State, features_BD: Array, masks_BW: np.ndarray) -> tuple[State, Emission]:
     """Draws a token a row among those that its mask allows."""
-    return self._draw(state, features_BD, masks_BW)(self._params, state, features_BD, masks_BW)
+    return self._draw(state, features_BD, masks_BW)(state, features_BD, masks_BW)
 
   def _read_but_last(self, state: State, lengths: Sequence[int], held: int) -> tuple[State, int, np.ndarray]:
     """The state with all but the last chunk read, that chunk's size, and where it starts in each row."""
@@ -162,7 +163,7 @@ class Programs:
     last, before = _chunks(lengths, held)
     for chunk in range(before, 0, -1):
       start = start_B - np.int32(last + chunk * CHUNK)
-      state = self._chunk(state, start)(self._params, state, start)
+      state = self._chunk(state, start)(state, start)
     return state, last, start_B - np.int32(last)
 
   def _chunk(self, state: State, start_B: np.ndarray) -> Callable:
@@ -171,14 +172,14 @@ class Programs:
       return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT)
 
     key = ("chunk", _signature(state))
-    return self._compile(key, f"prompt chunks of {CHUNK} tokens", program, 1, self._params, state, start_B)
+    return self._compile_with_params(key, f"prompt chunks of {CHUNK} tokens", program, state, start_B)
 
   def _last(self, size: int, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> tuple[State, Emission]:
       return self._strategy.step(params, pending(state, start_B, size))
 
     key = ("last", size, _signature(state))
-    return self._compile(key, f"prompts up to {size} tokens", program, 1, self._params, state, start_B)
+    return self._compile_with_params(key, f"prompts up to {size} tokens", program, state, start_B)
 
   def _forward(self, size: int, state: State, start_B: np.ndarray | None) -> Callable:
     """start_B: where the `size` tokens to read start; None: what is pending."""
@@ -189,7 +190,7 @@ class Programs:
       return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), features_BD
 
     key = ("forward", size, start_B is None, _signature(state))
-    return self._compile(key, f"forward of {size} tokens", program, 1, self._params, state, start_B)
+    return self._compile_with_params(key, f"forward of {size} tokens", program, state, start_B)
 
   def _draw(self, state: State, features_BD: Any, masks_BW: np.ndarray) -> Callable:
     def program(params: Any, state: State, features_BD: Array, masks_BW: Array) -> tuple[State, Emission]:
@@ -197,13 +198,25 @@ class Programs:
       return self._strategy.draw(params, state, features_BD, allowed_BV)
 
     key = ("draw", _signature(state))
-    return self._compile(key, "the masked draw", program, 1, self._params, state, features_BD, masks_BW)
+    return self._compile_with_params(key, "the masked draw", program, state, features_BD, masks_BW)
 
   def _loop(self, state: State) -> Callable:
     def program(params: Any, state: State, limit: Array) -> Run:
       return run(self._strategy, params, state, limit, LOOP)
 
-    return self._compile(("loop", _signature(state)), "the decode loop", program, 1, self._params, state, np.int32(0))
+    return self._compile_with_params(("loop", _signature(state)), "the decode loop", program, state, np.int32(0))
+
+  def _compile_with_params(self, key: tuple, what: str, program: Callable, *arguments: Any) -> Callable:
+    """The program with its first argument given, the parameters; it takes and donates a State. They are passed as a
+    flat list: taking a tree of quantised weights apart would cost more than the call."""
+    if key not in self._compiled:
+      leaves, tree = jax.tree.flatten(self._params)
+
+      def flat(leaves: list[Array], *arguments: Any) -> Any:
+        return program(tree.unflatten(leaves), *arguments)
+
+      self._compiled[key] = functools.partial(self._compile(("flat", *key), what, flat, 1, leaves, *arguments), leaves)
+    return self._compiled[key]
 
   def _compile(self, key: tuple, what: str, program: Callable, donated: int | None, *arguments: Any) -> Callable:
     if key not in self._compiled:

@@ -38,7 +38,7 @@ inline I32 visible(const Problem& p, int32_t q, I32 kv) {
 // Dot products of R queries with up to W keys, in order of keys; keys at or past `count` are not read.
 template <int R, typename T>
 void score(const float* const* q, const T* k, int count, int64_t H, F32* out) {
-  constexpr int M = 4;
+  constexpr int M = R >= 3 && W < 16 ? 2 : 4;  // sums must fit the registers
   F32 partial[R * W] = {};
   int s = 0;
   for (; s + M <= count; s += M) {

@@ -17,7 +17,7 @@ namespace ffi = xla::ffi;
 constexpr int64_t kFloat32 = 4, kBfloat16 = 5;  // after the kinds of quantised.h
 constexpr int64_t kLeastBytes = 8 << 10;        // of a range: streaming it takes about as long as handing it out
 constexpr int64_t kBlock = 4 * kStripe;         // outputs of a gate kept while their partners are computed
-constexpr int64_t kShared = 8;                  // rows; preparing fewer takes less time than waking a thread
+constexpr int64_t kShared = 3;                  // rows; preparing fewer takes less time than calling another thread
 
 constexpr bool is_float(int64_t kind) { return kind >= kFloat32; }
 

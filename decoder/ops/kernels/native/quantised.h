@@ -74,15 +74,21 @@ struct Weight {
 template <int64_t kind, int R>
 inline void dot_group(const uint8_t* values, const int32_t* const* pairs, I32 (*acc)[kParts]) {
   constexpr int kAhead = 4096;
+  constexpr int kTogether = R == 1 ? kPairs : 4;
   if constexpr (is_8bit(kind)) {
-    for (int j = 0; j < kPairs; ++j) {
+    const auto pair = [&](int j) {
       const uint8_t* at = values + j * 2 * kStripe;
-      if (j % 2 == 0) __builtin_prefetch(at + kAhead, 0, 2);
       I16 w[kParts];
       for (int p = 0; p < kParts; ++p) w[p] = load_wide(reinterpret_cast<const int8_t*>(at + p * 2 * W));
       for (int r = 0; r < R; ++r) {
-        for (int p = 0; p < kParts; ++p) acc[r][p] = dot_pairs(acc[r][p], w[p], pairs[r][j]);
+        for (int p = 0; p < kParts; ++p) dot_pairs(acc[r][p], w[p], pairs[r][j]);
       }
+    };
+#pragma GCC unroll 1  // unrolled by hand as far as it pays
+    for (int j = 0; j < kPairs; j += kTogether) {
+      for (int i = 0; i < kTogether; i += 2) __builtin_prefetch(values + (j + i) * 2 * kStripe + kAhead, 0, 2);
+#pragma GCC unroll 16
+      for (int i = 0; i < kTogether; ++i) pair(j + i);
     }
   } else {
     for (int j = 0; j < kPairs / 4; ++j) {
@@ -96,7 +102,7 @@ inline void dot_group(const uint8_t* values, const int32_t* const* pairs, I32 (*
           w[p] = (I16)((four[p] >> static_cast<uint16_t>(4 * n)) & static_cast<uint16_t>(15));
         }
         for (int r = 0; r < R; ++r) {
-          for (int p = 0; p < kParts; ++p) acc[r][p] = dot_pairs(acc[r][p], w[p], pairs[r][4 * j + n]);
+          for (int p = 0; p < kParts; ++p) dot_pairs(acc[r][p], w[p], pairs[r][4 * j + n]);
         }
       }
     }

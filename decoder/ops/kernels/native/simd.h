@@ -127,19 +127,20 @@ inline I16 load_wide(const int8_t* p) {
 
 inline F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
 
-// acc[i] + a[2i]·x[0] + a[2i+1]·x[1], x being the pair of int16 in `pair`.
-inline I32 dot_pairs(I32 acc, I16 a, int32_t pair) {
+// acc[i] += a[2i]·x[0] + a[2i+1]·x[1], x being the pair of int16 in `pair`.
+inline void dot_pairs(I32& acc, I16 a, int32_t pair) {
 #if defined(DECODER_AVX512) && defined(__AVX512VNNI__)
-  return (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32(pair));
+  acc = (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32(pair));
 #elif defined(DECODER_AVX512)
-  return keep(acc + (I32)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(pair)));
+  acc = keep(acc + (I32)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(pair)));
 #elif defined(DECODER_AVX2)
-  // Kept, or GCC reorders whole chains of sums and runs out of registers.
-  return keep(acc + (I32)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(pair)));
+  // By name, or GCC reorders whole chains of sums and runs out of registers.
+  const I32 products = (I32)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(pair));
+  __asm__("vpaddd %1, %0, %0" : "+x"(acc) : "x"(products));
 #else
   const int32_t low = (int16_t)(pair & 0xffff), high = pair >> 16;
   const I32 both = (I32)a;
-  return acc + ((both << 16) >> 16) * low + (both >> 16) * high;
+  acc += ((both << 16) >> 16) * low + (both >> 16) * high;
 #endif
 }
 

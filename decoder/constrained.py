@@ -1,8 +1,8 @@
 """Decoding driven from the host, for rows whose text must fit something: a mask a token.
 
 What may come next depends on the token before, which the host knows only once it is drawn. So each step is two device
-calls: `forward`, which needs no mask and takes nearly all the time, and `draw`; while the first runs, the host makes
-the masks for the second.
+calls: `draw`, and the `forward` of what was drawn, which needs no mask and takes nearly all the time. Both are on their
+way before the host looks at the token; while the second runs, it makes the masks for the next draw.
 """
 
 from collections.abc import Sequence
@@ -20,23 +20,30 @@ class Constrained:
 
   def __init__(self, programs: Programs, readers: Sequence[Reader]):
     self._programs, self._readers = programs, readers
+    self._features_BD: Array | None = None  # of the tokens drawn last
+    self._goes_on = True
 
   def prepare(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
+    self._goes_on = loop
     self._programs.prepare_halves(state, lengths, held, loop=loop)
 
   def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
-    return self._draw(*self._programs.read_half(state, lengths, held))
+    state, self._features_BD = self._programs.read_half(state, lengths, held)
+    return self._draw(state)
 
   def loop(self, state: State, limit: int) -> tuple[State, Emission]:
     """One step, whatever the limit: the masks of the next depend on what it draws."""
-    return self._draw(*self._programs.forward(state))
+    return self._draw(state)
 
-  def _draw(self, state: State, features_BD: Array) -> tuple[State, Emission]:
+  def _draw(self, state: State) -> tuple[State, Emission]:
     masks_BW = self._programs.open_masks(state)
     for row, reader in enumerate(self._readers):
       if reader.constraint is not None and not reader.done:
         masks_BW[row] = reader.constraint.mask()
-    return self._programs.draw(state, features_BD, masks_BW)
+    state, emission = self._programs.draw(state, self._features_BD, masks_BW)
+    if self._goes_on:
+      state, self._features_BD = self._programs.forward(state)
+    return state, emission
 
 
 def driver(programs: Programs, readers: Sequence[Reader]) -> Any:

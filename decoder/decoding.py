@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from decoder.constrained import driver
+from decoder.guided import negative_fields
 from decoder.programs import LOOP, Programs, bucket
 from decoder.reader import Reader, Request
 from decoder.settings import Result, Timings
@@ -209,6 +210,7 @@ def _fields(requests: Sequence[Request], programs: Programs, capacity: int, held
     fields["limit_B"][row] = request.limit
     fields["ends_BE"][row, : len(request.ends)] = request.ends
     fields["seed_B"][row], fields["sample_B"][row] = request.seed, request.sample
+  fields |= negative_fields(requests, rows)
   settings = [programs.numbers(request.settings) for request in requests]
   settings += settings[:1] * (rows - len(requests))
   fields["settings"] = jax.tree.map(_stacked, *settings)

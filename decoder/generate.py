@@ -18,6 +18,7 @@ import numpy as np
 from decoder.checkpoint import DEFAULT, Checkpoint
 from decoder.checkpoint import load as load_checkpoint
 from decoder.decoding import Decoding, Stream
+from decoder.guided import GuidedPrograms
 from decoder.models import registry
 from decoder.programs import LOOP, SMALLEST_CAPACITY, Clock, Programs, bucket
 from decoder.reader import Reader, Request
@@ -129,21 +130,23 @@ class LM:
     chooses it. cache, held: a cache to go on from, and the tokens of the prompt to keep of it."""
     if len({request.settings.structure for request in requests}) > 1:
       raise ValueError("prompts decoded together need the same transforms in the same order; numbers may differ")
-    programs = self.programs(requests[0].settings, any(request.settings.needs_full for request in requests))
+    full, guided = any(r.settings.needs_full for r in requests), any(r.guided for r in requests)
+    programs = self.programs(requests[0].settings, full, guided)
     readers = [Reader(request, self.tokenizer) for request in requests]
     if capacity is None:
-      capacity = max(r.settings.capacity or min(bucket(r.limit, SMALLEST_CAPACITY), self.context) for r in requests)
+      capacity = max(r.settings.capacity or min(bucket(r.reach, SMALLEST_CAPACITY), self.context) for r in requests)
     return Decoding(
       programs, readers, capacity=capacity, compiled_s=lambda: self._clock.seconds, cache=cache, held=held
     )
 
-  def programs(self, settings: Settings, full: bool = False) -> Programs:
+  def programs(self, settings: Settings, full: bool = False, guided: bool = False) -> Programs:
     """The compiled programs for the short or the full chain of these settings' order; made once."""
-    order = (settings.structure, full)
-    if order not in self._programs:
+    key = (settings.structure, full, guided)
+    if key not in self._programs:
       vocab = self.tokenizer.vocab_size if self.tokenizer else None
-      self._programs[order] = Programs(self.network, self.params, settings, full, vocab, self._clock)
-    return self._programs[order]
+      kind = GuidedPrograms if guided else Programs
+      self._programs[key] = kind(self.network, self.params, settings, full, vocab, self._clock)
+    return self._programs[key]
 
   def _text(self) -> Any:
     if self.tokenizer is None:
@@ -165,15 +168,26 @@ class LM:
     settings.check_vocabulary(self.tokenizer.vocab_size if self.tokenizer else self.network.vocab_size)
     room = settings.capacity or self.context
     ids, cut = self._fit(self.encode(prompt, settings.add_bos), settings, room)
+    negative = self._negative(ids, settings, room)
+    room -= max(0, len(negative) - len(ids))
     limit = room if settings.max_new_tokens is None else len(ids) + settings.max_new_tokens
     full = "context" if limit > room or settings.max_new_tokens is None else cut
     seed = secrets.randbits(32) if settings.seed is None else settings.seed
     ends = () if settings.ignore_eos else self.ends
     constraint = self._constraint(settings, ends)
     return [
-      Request(ids, settings, seed, sample, min(limit, room), ends, cut, full, constraint)
+      Request(ids, settings, seed, sample, min(limit, room), ends, cut, full, constraint, negative)
       for sample in range(settings.n)
     ]
+
+  def _negative(self, ids: tuple[int, ...], settings: Settings, room: int) -> tuple[int, ...]:
+    """The ids of the negative prompt; none if it is not asked for."""
+    if settings.guidance_scale == 1:
+      return ()
+    negative = ids[-1:] if settings.negative_prompt is None else self.encode(settings.negative_prompt, settings.add_bos)
+    if len(negative) >= room:
+      raise ValueError(f"the negative prompt has {len(negative)} tokens, there is room for {room}; shorten it")
+    return negative
 
   def _constraint(self, settings: Settings, ends: Sequence[int]) -> Constraint | None:
     spec = settings.constraint()

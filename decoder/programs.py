@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decoder.cache import Raw, allocate
+from decoder.cache import Cache, Raw, allocate
 from decoder.models.registry import Network
 from decoder.sampling import request_key
 from decoder.settings import Settings
@@ -71,6 +71,8 @@ class Programs:
   the old one is donated, so its cache is updated in place.
   """
 
+  cache_type: type = Cache  # what they go on from
+
   def __init__(
     self, network: Network, params: Any, settings: Settings, full: bool, vocab_size: int | None, clock: Clock
   ):
@@ -87,19 +89,16 @@ class Programs:
     rows = fields["length_B"].shape[0]
 
     def program(cache: Any, fields: dict[str, Any]) -> Any:
-      if cache is None:
-        cache = allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype))
-      return _begin(cache, fields)
+      return _begin(self._allocate(rows, capacity) if cache is None else cache, fields)
 
-    key = ("begin", capacity, None if cache is None else cache.codec, _signature(fields))
+    key = ("begin", capacity, None if cache is None else cache.codec, signature(fields))
     return self._compile(key, f"a cache for {rows} × {capacity} tokens", program, 0, cache, fields)(cache, fields)
 
   def grow(self, cache: Any, capacity: int) -> Any:
     """The same rows in a larger cache."""
 
     def program(cache: Any) -> Any:
-      larger = allocate(self._network.cache_spec, cache.batch, capacity, codec=Raw(self._network.dtype))
-      return larger.insert(jnp.arange(cache.batch), cache)
+      return self._allocate(cache.batch, capacity).insert(jnp.arange(cache.batch), cache)
 
     key = ("grow", cache.batch, cache.capacity, capacity)
     return self._compile(key, f"a cache for {capacity} tokens", program, None, cache)(cache)
@@ -137,7 +136,7 @@ class Programs:
     if loop:
       self._forward(1, state, None)
     features_BD = jax.eval_shape(lambda params, state: self._strategy.forward(params, state)[1], self._params, state)
-    self._draw(state, features_BD, self.open_masks(state))
+    self._draw(state.replace(cache=None), features_BD, self.open_masks(state))
 
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
     """Like `read`, up to the draw: gives the features that `draw` takes."""
@@ -154,7 +153,12 @@ class Programs:
 
   def draw(self, state: State, features_BD: Array, masks_BW: np.ndarray) -> tuple[State, Emission]:
     """Draws a token a row among those that its mask allows."""
-    return self._draw(state, features_BD, masks_BW)(state, features_BD, masks_BW)
+    rest = state.replace(cache=None)  # many arrays, which cost time to pass and which a draw does not touch
+    after, emission = self._draw(rest, features_BD, masks_BW)(rest, features_BD, masks_BW)
+    return after.replace(cache=state.cache), emission
+
+  def _allocate(self, rows: int, capacity: int) -> Any:
+    return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype))
 
   def _read_but_last(self, state: State, lengths: Sequence[int], held: int) -> tuple[State, int, np.ndarray]:
     """The state with all but the last chunk read, that chunk's size, and where it starts in each row."""
@@ -171,14 +175,14 @@ class Programs:
       after, _ = self._strategy.forward(params, pending(state, start_B, CHUNK))
       return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT)
 
-    key = ("chunk", _signature(state))
+    key = ("chunk", signature(state))
     return self._compile_with_params(key, f"prompt chunks of {CHUNK} tokens", program, state, start_B)
 
   def _last(self, size: int, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> tuple[State, Emission]:
       return self._strategy.step(params, pending(state, start_B, size))
 
-    key = ("last", size, _signature(state))
+    key = ("last", size, signature(state))
     return self._compile_with_params(key, f"prompts up to {size} tokens", program, state, start_B)
 
   def _forward(self, size: int, state: State, start_B: np.ndarray | None) -> Callable:
@@ -189,7 +193,7 @@ class Programs:
       after, features_BD = self._strategy.forward(params, reading)
       return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), features_BD
 
-    key = ("forward", size, start_B is None, _signature(state))
+    key = ("forward", size, start_B is None, signature(state))
     return self._compile_with_params(key, f"forward of {size} tokens", program, state, start_B)
 
   def _draw(self, state: State, features_BD: Any, masks_BW: np.ndarray) -> Callable:
@@ -197,14 +201,14 @@ class Programs:
       allowed_BV = _unpack(masks_BW)[:, : self._network.vocab_size]
       return self._strategy.draw(params, state, features_BD, allowed_BV)
 
-    key = ("draw", _signature(state))
+    key = ("draw", signature(state))
     return self._compile_with_params(key, "the masked draw", program, state, features_BD, masks_BW)
 
   def _loop(self, state: State) -> Callable:
     def program(params: Any, state: State, limit: Array) -> Run:
       return run(self._strategy, params, state, limit, LOOP)
 
-    return self._compile_with_params(("loop", _signature(state)), "the decode loop", program, state, np.int32(0))
+    return self._compile_with_params(("loop", signature(state)), "the decode loop", program, state, np.int32(0))
 
   def _compile_with_params(self, key: tuple, what: str, program: Callable, *arguments: Any) -> Callable:
     """The program with its first argument given, the parameters; it takes and donates a State. They are passed as a
@@ -249,9 +253,9 @@ def _unpack(words_BW: Array) -> Array:
   return ((words_BW[..., None] >> shifts) & 1).astype(bool).reshape(words_BW.shape[0], -1)
 
 
-def _signature(tree: Any) -> tuple:
-  """The shapes that tell two compilations of a program apart, and the format of the cache."""
+def signature(tree: Any) -> tuple:
+  """The shapes that tell two compilations of a program apart, and the format of the cache where there is one."""
   codec = ()
   if isinstance(tree, State):
-    codec, tree = (tree.cache.codec,), (tree.context_BL, tree.ends_BE, tree.settings)
+    codec, tree = (tree.cache and tree.cache.codec,), (tree.context_BL, tree.ends_BE, tree.settings)
   return codec + tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(tree))

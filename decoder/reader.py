@@ -14,7 +14,8 @@ from decoder.text.stops import Stops
 class Request:
   """prompt_ids: as they will be read. sample: the number of this one among the prompt's n. limit: length in tokens at
   which the row ends. ends: ids that end it. truncated: what Result says of it; at_limit: what, if the limit ends it.
-  constraint: what the text must fit, as it stands at the start."""
+  constraint: what the text must fit, as it stands at the start. negative_ids: the prompt that guidance leads away from;
+  empty without."""
 
   prompt_ids: tuple[int, ...]
   settings: Settings
@@ -25,6 +26,16 @@ class Request:
   truncated: str | None
   at_limit: str | None
   constraint: Constraint | None = None
+  negative_ids: tuple[int, ...] = ()
+
+  @property
+  def guided(self) -> bool:
+    return bool(self.negative_ids)
+
+  @property
+  def reach(self) -> int:
+    """Tokens that a row of its cache must have room for."""
+    return self.limit + max(0, len(self.negative_ids) - len(self.prompt_ids))
 
 
 class Reader:

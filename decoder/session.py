@@ -37,12 +37,15 @@ class Session:
       raise RuntimeError("the last stream of this session has not ended; read it to its end or close() it")
     settings = gather_settings(settings, changes)
     request = self._lm.request(prompt, settings)
-    wanted = min(bucket(request.limit, self._capacity), self._lm.context)
+    wanted = min(bucket(request.reach, self._capacity), self._lm.context)
+    programs = self._lm.programs(settings, guided=request.guided)
+    if not isinstance(self._cache, programs.cache_type):
+      self.clear()
     cache, held = self._cache, _shared(self._ids, request.prompt_ids)
     self._cache = None  # given away until the stream ends
     try:
       if cache is not None and cache.capacity < wanted:
-        cache = self._lm.programs(settings).grow(cache, wanted)
+        cache = programs.grow(cache, wanted)
       decoding = self._lm.start([request], capacity=wanted, cache=cache, held=held)
     except BaseException:  # a Ctrl-C while it compiles, say; what the cache is now, nobody knows
       self.clear()

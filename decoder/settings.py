@@ -18,6 +18,8 @@ class Settings(SamplingSettings):
   How tokens are drawn, from temperature to transforms: see `decoder.sampling.SamplingSettings`.
   seed: of every draw, 0 … 2³² − 1; None takes a fresh one, which the result reports. n: samples of one prompt, each
   with its own draws.
+  guidance_scale: above 1 leads away from what the model would write after negative_prompt (of any kind; None is
+  the prompt's last token); 1 is off. It takes two rows of cache a sample.
   json_schema (a mapping or its JSON text), regex, grammar (Lark or GBNF), choice (a list of texts): what the text must
   fit, at most one of them; it may end where it fits, and does where nothing can follow.
   stop: strings that end the text and are left out of it, or kept with include_stop. ignore_eos: go on past end tokens.
@@ -30,6 +32,8 @@ class Settings(SamplingSettings):
   max_new_tokens: int | None = 256
   seed: int | None = None
   n: int = 1
+  guidance_scale: float = 1.0
+  negative_prompt: Any = None
   json_schema: Mapping[str, Any] | str | None = None
   regex: str | None = None
   grammar: str | None = None
@@ -60,6 +64,11 @@ class Settings(SamplingSettings):
         raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
     if self.truncate not in (None, "left", "middle"):
       raise ValueError(f"truncate must be 'left', 'middle' or None, got {self.truncate!r}")
+    scale = self.guidance_scale
+    if not isinstance(scale, numbers.Real) or not 0 <= scale <= 1e6:
+      raise ValueError(f"guidance_scale must be a number from 0 to 10⁶ (1 is off), got {scale!r}")
+    if self.negative_prompt is not None and scale == 1:
+      raise ValueError("negative_prompt does nothing at guidance_scale 1; set guidance_scale, to 1.5 say")
     self.constraint()
 
   def constraint(self) -> Spec | None:

@@ -86,6 +86,8 @@ def define_sampling_flags(max_new_tokens: int, temperature: float) -> None:
   flags.DEFINE_float("top_p", None, "Keep the smallest set of tokens with this mass; 1 is off.")
   flags.DEFINE_float("min_p", None, "Keep tokens at least this many times as probable as the most probable; 0 is off.")
   flags.DEFINE_float("repetition_penalty", 1.0, "Above 1 makes tokens that were used before less likely.")
+  flags.DEFINE_float("guidance_scale", 1.0, "Above 1 leads away from what follows the negative prompt.")
+  flags.DEFINE_string("negative_prompt", None, "What to lead away from; the prompt's last token if not given.")
   flags.DEFINE_integer("seed", None, "Of every draw; a fresh one is taken, and reported, if not given.")
   flags.DEFINE_multi_string("stop", [], "Text that ends the answer; repeatable.")
   flags.DEFINE_bool("ignore_eos", False, "Go on past end-of-text tokens.")
@@ -93,8 +95,8 @@ def define_sampling_flags(max_new_tokens: int, temperature: float) -> None:
 
 def sampling_settings() -> dict[str, Any]:
   """The keywords of `decoder.Settings` that the flags give."""
-  numbers = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-  return {name: FLAGS[name].value for name in (*numbers, "stop", "ignore_eos")}
+  numbers = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "guidance_scale")
+  return {name: FLAGS[name].value for name in (*numbers, "negative_prompt", "stop", "ignore_eos")}
 
 
 def define_constraint_flags() -> None:

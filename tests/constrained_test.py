@@ -2,13 +2,14 @@
 
 import functools
 import json
+import re
 
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
 import pytest
 from default_model import load_or_skip
-from fixtures import facade
+from fixtures import Letters, facade, rand_lm
 from schemas import random_schema
 
 import decoder
@@ -123,3 +124,136 @@ def test_texts_of_1000_random_schemas_end_parse_and_validate():
 def test_texts_of_random_schemas_fit_with_the_real_tokenizer():
   tokenizer = load_or_skip().tokenizer
   assert faults(random_lm(tokenizer, tokenizer.vocab_size), schemas(200, seed=2), batch=8) == []
+
+
+WARM = dict(temperature=1.0, max_new_tokens=200)
+PERSON = {
+  "type": "object",
+  "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+  "required": ["name", "age"],
+  "additionalProperties": False,
+}
+ASKED = [
+  decoder.Settings(json_schema=PERSON, seed=1, **WARM),
+  decoder.Settings(seed=2, temperature=1.0, max_new_tokens=9, ignore_eos=True),
+  decoder.Settings(choice=YES_NO, seed=3, **WARM),
+  decoder.Settings(regex="(é|漢|yes){2,5}[0-9]{3}", seed=4, **WARM),
+  decoder.Settings(grammar='start: "(" start ")" | "[" /[ab]{1,3}/ "]"', seed=5, **WARM),
+]
+PROMPTS = [[1], [2, 3, 4, 5, 6, 7, 8, 9, 10], [3, 3], [4] * 20, [5, 6, 7]]
+
+
+@pytest.fixture(scope="module")
+def alone():
+  return [pairs_lm().generate(prompt, each) for prompt, each in zip(PROMPTS, ASKED)]
+
+
+def test_each_kind_fits(alone):
+  person, _, choice, match, nested = (result.text for result in alone)
+  jsonschema.validate(json.loads(person), PERSON)
+  assert choice in YES_NO
+  assert re.fullmatch("(é|漢|yes){2,5}[0-9]{3}", match)
+  assert re.fullmatch(r"\(*\[[ab]{1,3}\]\)*", nested)
+  assert nested.count("(") == nested.count(")")
+  assert [r.finish_reason for r in alone] == ["stop", "length", "stop", "stop", "stop"]
+  assert len(alone[1].token_ids) == 9
+
+
+def test_batch_equals_single_constrained_or_not(alone):
+  for order in ([0, 1, 2, 3, 4], [3, 1, 4, 0, 2]):
+    got = pairs_lm().generate([PROMPTS[i] for i in order], [ASKED[i] for i in order])
+    assert [(r.token_ids, r.finish_reason) for r in got] == [
+      (alone[i].token_ids, alone[i].finish_reason) for i in order
+    ]
+
+
+def test_streams_and_sessions_equal_generate(alone):
+  session = pairs_lm().session()
+  for index in (3, 0, 1, 4):
+    for stream in (pairs_lm().stream, session.stream):
+      running = stream(PROMPTS[index], ASKED[index])
+      assert "".join(running) == running.result.text == alone[index].text
+  longer = [*alone[4].prompt_ids, *alone[4].token_ids, 1]
+  held = session.held
+  assert held >= len(longer) - 2
+  again = session.stream(longer, ASKED[0])
+  assert "".join(again) == pairs_lm().generate(longer, ASKED[0]).text
+
+
+def test_samples_of_one_prompt_each_have_their_own_parser():
+  four = pairs_lm().generate([1], n=4, json_schema=PERSON, seed=7, **WARM)
+  assert len({r.text for r in four}) == 4
+  for result in four:
+    jsonschema.validate(json.loads(result.text), PERSON)
+  request = pairs_lm().request([1], ASKED[0])
+  for _ in range(2):  # and so has each start of one request
+    decoding = pairs_lm().start([request])
+    while not decoding.done:
+      decoding.advance(5)
+    assert decoding.results(0.0)[0].finish_reason == "stop"
+
+
+def test_a_text_ends_where_nothing_can_follow_and_may_where_it_fits():
+  """Exactly 'no' or a longer text of the choice: after 'no' the model decides; after 'yes' nothing is drawn."""
+  ends = pairs_lm().ends
+  seen = {}
+  for seed in range(40):
+    result = pairs_lm().generate([1, 2], choice=YES_NO, seed=seed, **WARM)
+    seen.setdefault(result.text, set()).add(result.stop_reason)
+  assert seen["yes"] == {None}
+  assert seen["no"] <= set(ends)
+  assert set(seen) == set(YES_NO) or len(seen) > 2
+  empty = pairs_lm().generate([1], regex="a{0}", **WARM)
+  assert (empty.text, empty.finish_reason, empty.token_ids) == ("", "stop", ())
+
+
+def test_without_end_ids_it_ends_only_where_nothing_can_follow():
+  for seed in range(5):
+    result = pairs_lm().generate([1], regex="[ab]{1,6}", seed=seed, ignore_eos=True, **WARM)
+    assert (len(result.text), result.finish_reason) == (6, "stop")
+
+
+def test_a_stop_string_ends_a_text_before_it_fits():
+  result = pairs_lm().generate([1], regex="[0-9]{4}ab[0-9]{4}", stop=["ab"], **WARM)
+  assert re.fullmatch("[0-9]{4}", result.text)
+  assert (result.finish_reason, result.stop_reason) == ("stop", "ab")
+  short = pairs_lm().generate([1], regex="[0-9]{40}", temperature=1.0, max_new_tokens=5)
+  assert (len(short.text), short.finish_reason) == (5, "length")
+  exact = pairs_lm().generate([1], regex="[0-9]{5}", temperature=1.0, max_new_tokens=5)
+  assert (len(exact.text), exact.finish_reason) == (5, "stop")
+
+
+def test_a_row_that_fails_leaves_the_others_alone(alone):
+  """Letters has no digits: a row that needs one ends with the reason; its neighbour fits."""
+  lm = facade(*rand_lm(), Letters.build())
+  stuck, fine = lm.generate(["AB", "CD"], [decoder.Settings(regex="AB[0-9]"), decoder.Settings(regex="[XY]{3}Z")])
+  assert (stuck.text, stuck.finish_reason) == ("AB", "error")
+  assert stuck.stop_reason == "no token of the vocabulary can follow"
+  assert re.fullmatch("[XY]{3}Z", fine.text)
+  with pytest.raises(ValueError, match="this tokenizer could begin"):
+    lm.generate("AB", regex="[0-9]")
+
+
+def test_filters_act_on_what_is_allowed(alone):
+  """top_k 1 after the mask is greedy among the allowed; never an empty set."""
+  greedy = pairs_lm().generate([1], json_schema=PERSON, max_new_tokens=200)
+  filtered = pairs_lm().generate([1], json_schema=PERSON, top_k=1, top_p=0.1, min_p=0.9, **WARM)
+  assert greedy.finish_reason == "stop"
+  assert filtered.text == greedy.text
+
+
+def test_constraints_compile_once():
+  lm = pairs_lm()
+  lm.generate([1, 2], regex="[0-9]{3}", **WARM)
+  before = lm._clock.seconds
+  lm.generate([3], json_schema=PERSON, **WARM)
+  assert lm._clock.seconds == before
+
+
+def test_settings_are_refused_before_any_compute():
+  with pytest.raises(ValueError, match="one constraint, got json_schema and regex"):
+    decoder.Settings(json_schema={}, regex="a")
+  with pytest.raises(ValueError, match="Unimplemented keys"):
+    decoder.Settings(json_schema={"not": {}})
+  with pytest.raises(ValueError, match="came without a tokenizer"):
+    facade(*rand_lm()).generate([1], regex="a")

@@ -87,6 +87,17 @@ def test_chat_wraps_the_prompt_and_a_profile_is_written(tiny, home, tmp_path):
   assert list(tmp_path.rglob("*.xplane.pb"))
 
 
+def test_a_text_can_be_made_to_fit(tiny, home, tmp_path):
+  (tmp_path / "schema.json").write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}')
+  flags = ["--model", str(tiny), "--output", "json", "--prompt", "a", "--guidance_scale", "2", "--negative_prompt", "b"]
+  for schema in (str(tmp_path / "schema.json"), '{"enum": [[true, false]]}'):
+    done = run("generate.py", *flags, "--json_schema", schema, home=home)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(json.loads(done.stdout)["text"])) == 2
+  done = run("generate.py", *flags[:-4], "--choice", "yes", "--choice", "no", home=home)
+  assert json.loads(done.stdout)["text"] in ("yes", "no")
+
+
 @pytest.mark.parametrize(
   ("flags", "says"),
   [
@@ -102,6 +113,10 @@ def test_chat_wraps_the_prompt_and_a_profile_is_written(tiny, home, tmp_path):
     (["--max_new_tokens", "-1"], "max_new_tokens must be"),
     (["--seed", "-1"], "seed must be"),
     (["--stop", ""], "stop must be"),
+    (["--regex", "a("], "regex cannot be used: invalid regex"),
+    (["--json_schema", "{"], "json_schema is not JSON"),
+    (["--choice", "yes", "--grammar", "start: /a/"], "one constraint, got grammar and choice"),
+    (["--negative_prompt", "b"], "does nothing at guidance_scale 1"),
     (["--system", "x"], "--system needs --chat"),
     (["--model", "smollm2-135m-instrcut"], "smollm2-135m-instruct"),
     (["--model", "missing.gguf"], "missing.gguf"),

@@ -1,6 +1,19 @@
 """Strategies: how tokens come out of a model (floor 3). They never import models."""
 
 from decoder.strategies.autoregressive import Finish, State, autoregressive, init, pending, release
+from decoder.strategies.guidance import GuidedCache, guided, read_negative
 from decoder.strategies.loop import run, stream
 
-__all__ = ["Finish", "State", "autoregressive", "init", "pending", "release", "run", "stream"]
+__all__ = [
+  "Finish",
+  "GuidedCache",
+  "State",
+  "autoregressive",
+  "guided",
+  "init",
+  "pending",
+  "read_negative",
+  "release",
+  "run",
+  "stream",
+]

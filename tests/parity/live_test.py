@@ -249,6 +249,28 @@ def test_negative_control_plain_rope_is_noticed(name, tmp_path):
   assert np.abs(right - wrong).max() > 1000 * TOLERANCE
 
 
+def test_guidance_writes_the_same(tmp_path):
+  """Greedy under guidance, with longer and shorter negative prompts and with none."""
+  directory = save(CASES["gqa"], tmp_path / "model")
+  model, lm, (short, long) = open_theirs(directory), decoder.load(directory, dtype="float32"), prompts()
+  pairs = [(short, long[:13], 1.5), (long, short, 3.0), (short, None, 2.0)]
+  asked = [
+    decoder.Settings(guidance_scale=scale, negative_prompt=negative, max_new_tokens=NEW, ignore_eos=True)
+    for _, negative, scale in pairs
+  ]
+  for (prompt, negative, scale), result in zip(pairs, lm.generate([prompt for prompt, _, _ in pairs], asked)):
+    written = model.generate(
+      torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), guidance_scale=scale,
+      negative_prompt_ids=None if negative is None else torch.tensor([negative]), do_sample=False,
+      max_new_tokens=NEW, eos_token_id=None, pad_token_id=0, output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    best = torch.stack(written.scores)[:, 0].topk(2).values
+    clear = (best[:, 0] - best[:, 1] > MARGIN).numpy()
+    sure = len(clear) if clear.all() else int(clear.argmin())
+    assert sure >= NEW // 2
+    assert list(result.token_ids[:sure]) == written.sequences[0, len(prompt) :].tolist()[:sure]
+
+
 @pytest.fixture(scope="module")
 def default_models(tmp_path_factory):
   """(ours, transformers' of the same GGUF file)"""

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
   from decoder.generate import LM, load
   from decoder.session import Session
   from decoder.settings import Result, Settings, Timings
+  from decoder.text.infill import Infill
 
 # Found when first asked for, so that `decoder.text` alone costs no import of JAX.
 _HOMES = {
   "CheckpointError": "decoder.checkpoint.errors",
+  "Infill": "decoder.text.infill",
   "LM": "decoder.generate",
   "Result": "decoder.settings",
   "Session": "decoder.session",
@@ -28,7 +30,7 @@ _HOMES = {
   "load": "decoder.generate",
 }
 
-__all__ = ["LM", "CheckpointError", "Result", "Session", "Settings", "Stream", "Timings", "load"]
+__all__ = ["LM", "CheckpointError", "Infill", "Result", "Session", "Settings", "Stream", "Timings", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,10 @@ from decoder.programs import LOOP, Programs, bucket
 from decoder.reader import Reader, Request
 from decoder.settings import Result, Timings
 from decoder.strategies import Finish, State
-from decoder.types import NONE
+from decoder.types import NONE, Emission
 
 _MOMENT = 0.05  # seconds that a stream may gather tokens for: nobody sees it, and each call costs one token's host work
-_STEPS_WITH_STOPS = 8  # steps a call where text may end a row: at most this many are wasted
+_SHORT = 8  # steps a call where something on the host may end a row: at most this many are wasted
 
 
 class Decoding:
@@ -27,6 +27,7 @@ class Decoding:
 
   capacity: of a new cache, in tokens. compiled_s: () -> seconds spent compiling so far, which the timings leave out.
   cache, held: a cache to go on from and how many of the prompt's tokens to keep of it; only for a single request.
+  cancel: once another thread has set it, all rows end before the next device call.
   """
 
   def __init__(
@@ -38,13 +39,16 @@ class Decoding:
     compiled_s: Callable[[], float],
     cache: Any = None,
     held: int = 0,
+    cancel: threading.Event | None = None,
   ):
     self.readers = list(readers)
     self.requests = [reader.request for reader in readers]
-    self._drive, self._compiled_s, self._held = driver(programs, readers), compiled_s, held
-    self._start, self._compiled_before = time.perf_counter(), compiled_s()
+    self._programs, self._drive, self._held = programs, driver(programs, readers), held
+    self._start, compiled_before = time.perf_counter(), compiled_s()
     self._times: list[list[float]] = [[] for _ in readers]  # when each token came, milliseconds from the start
-    self._now = 0.0
+    self._now = self._each = 0.0  # when the last call returned, and how long a step of it took
+    self._cancel, self._turn = cancel, threading.Lock()
+    self._timed = any(r.settings.max_time is not None for r in self.requests)
     self.sound = True  # no row has met logits that are not finite; its cache may hold NaN
     self._read = False
     capacity = capacity if cache is None else cache.capacity
@@ -53,6 +57,7 @@ class Decoding:
     ahead = max(request.limit - length for request, length in zip(self.requests, self._lengths))
     if ahead > 0:
       self._drive.prepare(self.state, self._lengths, held, loop=ahead > 1)
+    self._compile_s = compiled_s() - compiled_before
     for reader, length in zip(self.readers, self._lengths):
       if reader.request.limit <= length:
         reader.end("length")
@@ -66,33 +71,74 @@ class Decoding:
   def advance(self, steps: int) -> list[str]:
     """Reads the prompts, at the first call; then up to `steps` further tokens a row. Returns new text by row.
 
-    A Ctrl-C is raised when it is done: never between the giving away of a State and the keeping of the next.
+    A Ctrl-C is raised when it is done: never between the giving away of a State and the keeping of the next. Threads
+    take turns.
     """
-    with _interrupt_later():
-      return self._advance(steps)
+    with self._turn, _interrupt_later():
+      late = self._end_early()
+      if self.done:
+        return late
+      emission = self._write(steps) if self._read else self._read_prompts()
+      return late if emission is None else [a + b for a, b in zip(late, self._hear(emission))]
 
-  def _advance(self, steps: int) -> list[str]:
-    if not self._read:
-      self.state, emission = self._drive.read(self.state, self._lengths, self._held)
-      self._read = True
-    else:
-      if any(r.settings.stop for r in self.requests):
-        steps = min(steps, _STEPS_WITH_STOPS)
-      self.state, emission = self._drive.loop(self.state, min(steps, LOOP))
+  def _read_prompts(self) -> Emission | None:
+    """Reads the prompts and draws a first token a row; None if all rows have ended before that."""
+    for chunk in self._programs.chunks(self._lengths, self._held):
+      self.state = self._programs.read_chunk(self.state, self._lengths, self._held, chunk)
+      if self._timed:
+        jax.block_until_ready(self.state.length_B)  # else chunks are only queued, and no time has passed
+      self._end_early()  # no text yet
+      if self.done:
+        return None
+    self.state, emission = self._drive.read(self.state, self._lengths, self._held)
+    self._read = True
+    return emission
+
+  def _write(self, steps: int) -> Emission:
+    self.state, emission = self._drive.loop(self.state, self._few(min(steps, LOOP)))
+    return emission
+
+  def _hear(self, emission: Emission) -> list[str]:
+    """Hands what was emitted to the readers."""
     tokens_BN, count_B, finish_B = jax.device_get((emission.tokens_BN, emission.count_B, emission.info.finish_B))
     self.sound &= not bool((finish_B == Finish.ERROR).any())
-    before, self._now = self._now, (time.perf_counter() - self._start - self._compiled()) * 1e3
-    each = (self._now - before) / max(int(count_B.max()), 1)  # steps of one call take equally long
+    before, self._now = self._now, self._elapsed()
+    self._each = (self._now - before) / max(int(count_B.max()), 1)  # steps of one call take equally long
     deltas = []
     for row, reader in enumerate(self.readers):
       if not reader.done:
-        self._times[row] += [before + each * (step + 1) for step in range(int(count_B[row]))]
+        self._times[row] += [before + self._each * (step + 1) for step in range(int(count_B[row]))]
       deltas.append(reader.feed(tokens_BN[row, : count_B[row]], int(finish_B[row])))
     return deltas
 
-  def cancel(self) -> list[str]:
-    """Ends every row that still runs; returns the text each held back."""
+  def _few(self, steps: int) -> int:
+    """Steps for one call, few enough that stop strings, times and cancellation are noticed soon. Half of what a row's
+    time seems to allow: calls get shorter towards its end, which is missed by about one step."""
+    running = [reader.request.settings for reader in self.readers if not reader.done]
+    if self._cancel is not None or any(s.stop or s.stop_at_dedent for s in running):
+      steps = min(steps, _SHORT)
+    left = [1e3 * settings.max_time - self._now for settings in running if settings.max_time is not None]
+    if left and self._each > 0:
+      steps = min(steps, max(1, int(min(left) / (2 * self._each))))
+    return steps
+
+  def _end_early(self) -> list[str]:
+    """Ends what was cancelled or is out of time; the text that each row held back."""
+    if self._cancel is not None and self._cancel.is_set():
+      return self._end_all()
+    if not self._timed:
+      return [""] * len(self.readers)
+    now, limits = self._elapsed(), [request.settings.max_time for request in self.requests]
+    late = [limit is not None and now >= 1e3 * limit for limit in limits]
+    return [reader.end("time") if is_late else "" for reader, is_late in zip(self.readers, late)]
+
+  def _end_all(self) -> list[str]:
     return [reader.end("cancelled") for reader in self.readers]
+
+  def close(self) -> list[str]:
+    """Ends every row that still runs, after the device call that may be running; returns the text each held back."""
+    with self._turn:
+      return self._end_all()
 
   def cached_ids(self) -> tuple[int, ...]:
     """The tokens of the first row that its cache holds: all but the one drawn last."""
@@ -105,8 +151,9 @@ class Decoding:
     """What became of each request."""
     return [self._result(row, load_s) for row in range(len(self.requests))]
 
-  def _compiled(self) -> float:
-    return self._compiled_s() - self._compiled_before
+  def _elapsed(self) -> float:
+    """Milliseconds from the start, without compilation."""
+    return (time.perf_counter() - self._start - self._compile_s) * 1e3
 
   def _result(self, row: int, load_s: float) -> Result:
     request, reader, times = self.requests[row], self.readers[row], self._times[row]
@@ -114,7 +161,7 @@ class Decoding:
     tpot = (times[-1] - times[0]) / further if further > 0 else None
     timings = Timings(
       load_s=round(load_s, 3),
-      compile_s=round(self._compiled(), 3),
+      compile_s=round(self._compile_s, 3),
       ttft_ms=first,
       tpot_ms=tpot,
       tokens_per_s=1e3 / tpot if tpot else None,
@@ -132,12 +179,15 @@ class Decoding:
 class Stream:
   """An iterator of text deltas that concatenate to the whole text. `result` is the Result, once it has ended.
 
-  `close()` ends it early; the result then says 'cancelled'. Deltas may be none for tokens that wait for the rest of a
-  character or for a possible stop string.
+  `close()` ends it early; the result then says 'cancelled'. `cancel()` asks for that from any thread or signal handler
+  without waiting: whoever reads the stream gets the text held back and its end. Deltas may be none for tokens that wait
+  for the rest of a character or for a possible stop string.
   """
 
-  def __init__(self, decoding: Decoding, load_s: float, finish: Callable[[Decoding], None] | None = None):
-    self._decoding, self._load_s, self._finish = decoding, load_s, finish
+  def __init__(
+    self, decoding: Decoding, load_s: float, cancel: threading.Event, finish: Callable[[Decoding], None] | None = None
+  ):
+    self._decoding, self._load_s, self._cancel, self._finish = decoding, load_s, cancel, finish
     self._steps = 1  # tokens of the next call
     self._result: Result | None = None
 
@@ -149,7 +199,7 @@ class Stream:
       start = time.perf_counter()
       (delta,) = self._decoding.advance(self._steps)
       each = (time.perf_counter() - start) / self._steps
-      self._steps = min(max(int(_MOMENT / each), 1), _STEPS_WITH_STOPS)
+      self._steps = min(max(int(_MOMENT / each), 1), _SHORT)
       if delta:
         return delta
     self._end()
@@ -157,8 +207,12 @@ class Stream:
 
   def close(self) -> None:
     """Ends the stream; text held back for a possible stop string is in the result."""
-    self._decoding.cancel()
+    self._decoding.close()
     self._end()
+
+  def cancel(self) -> None:
+    """Lets the stream end before its next device call. Harmless when it has ended, and any number of times."""
+    self._cancel.set()
 
   @property
   def result(self) -> Result:

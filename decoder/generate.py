@@ -4,9 +4,11 @@ lm = decoder.load("smollm2-135m-instruct")
 print(lm.generate("The three laws of thermodynamics are", max_new_tokens=64).text)
 """
 
+import dataclasses
 import functools
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,8 @@ from decoder.reader import Reader, Request
 from decoder.session import Session
 from decoder.settings import Settings, gather_settings
 from decoder.text.constraints import Constraint, Vocabulary
+from decoder.text.dedent import indentation
+from decoder.text.infill import Infill, infill_ends, infill_ids
 from decoder.types import Model
 
 
@@ -53,6 +57,12 @@ class LM:
     return self.network.context
 
   @functools.cached_property
+  def defaults(self) -> Settings:
+    """What the checkpoint's generation_config.json asks for: `lm.generate(prompt, lm.defaults)`. Used only where given:
+    without settings a text is greedy. ValueError for what cannot be followed."""
+    return Settings.from_generation_config(self.generation)
+
+  @functools.cached_property
   def ends(self) -> tuple[int, ...]:
     """Every id that ends a text: by generation config, config and tokenizer (EOS and end of a chat turn)."""
     ids = list(self.tokenizer.eos_ids) if self.tokenizer else []
@@ -62,13 +72,16 @@ class LM:
     return tuple(sorted({int(i) for i in ids if i is not None and 0 <= i < self.network.vocab_size}))
 
   def encode(self, prompt: Any, add_bos: bool | None = None) -> tuple[int, ...]:
-    """Ids of a text, of a conversation (dicts with role and content), or of ids. ValueError if empty or unknown."""
-    if isinstance(prompt, str):
+    """Ids of a text, of an Infill, of a conversation (dicts with role and content), or of ids. ValueError if empty or
+    unknown."""
+    if isinstance(prompt, Infill):
+      ids = infill_ids(self._text(), prompt, add_bos)
+    elif isinstance(prompt, str):
       ids = self._text().encode(prompt, add_bos=add_bos)
       if not ids:
         raise ValueError("the prompt is empty and this model has no beginning-of-text token; give it some text")
     elif not isinstance(prompt, list | tuple | np.ndarray) or not len(prompt):
-      raise ValueError(f"a prompt is a text, token ids or messages, at least one, got {prompt!r}")
+      raise ValueError(f"a prompt is a text, an Infill, token ids or messages, at least one, got {prompt!r}")
     elif isinstance(prompt[0], Mapping):
       ids = self._text().encode_chat(prompt)
     else:
@@ -78,18 +91,26 @@ class LM:
         raise ValueError(f"prompt token {token!r} is not an id of this model, 0 … {self.network.vocab_size - 1}")
     return tuple(int(token) for token in ids)
 
-  def generate(self, prompt: Any, settings: Settings | Sequence[Settings] | None = None, **changes: Any) -> Any:
+  def generate(
+    self,
+    prompt: Any,
+    settings: Settings | Sequence[Settings] | None = None,
+    *,
+    cancel: threading.Event | None = None,
+    **changes: Any,
+  ) -> Any:
     """Completes a prompt: a Result; for a list of prompts a list of them; with n > 1 a list of n for each prompt.
 
-    prompt: a text, a list of token ids, or a conversation (list of dicts with role and content); or a list of those,
-    which are decoded together. settings: one for all or one a prompt; keywords change them, see Settings. Raises
-    ValueError for settings or prompts that make no sense, before any compute.
+    prompt: a text, a list of token ids, a conversation (list of dicts with role and content) or an Infill; or a list of
+    those, which are decoded together. settings: one for all or one a prompt; keywords change them, see Settings.
+    cancel: once another thread sets it, what is not finished ends as it is, 'cancelled'. Raises ValueError for settings
+    or prompts that make no sense, before any compute.
     """
     many = _is_batch(prompt)
     groups = self._requests(list(prompt) if many else [prompt], settings, changes)
     if not groups:
       return []
-    decoding = self.start([request for group in groups for request in group])
+    decoding = self.start([request for group in groups for request in group], cancel=cancel)
     while not decoding.done:
       decoding.advance(LOOP)
     results = iter(decoding.results(self.load_s))
@@ -97,11 +118,17 @@ class LM:
     answers = [group if group[0].settings.n > 1 else group[0] for group in grouped]
     return answers if many else answers[0]
 
+  def complete(self, prefix: str, suffix: str | None = None, settings: Settings | None = None, **changes: Any) -> Any:
+    """Writes what comes between two texts, for models that learned to fill in the middle; suffix None: what follows the
+    prefix, for any model. Like generate() of an `Infill`, which streams and batches take as well."""
+    return self.generate(prefix if suffix is None else Infill(prefix, suffix), settings, **changes)
+
   def stream(self, prompt: Any, settings: Settings | None = None, **changes: Any) -> Stream:
     """Completes one prompt as an iterator of text deltas, a `Stream`; its `.result` holds the Result at the end."""
     if _is_batch(prompt):
       raise ValueError("stream() takes one prompt; for several use generate()")
-    return Stream(self.start([self.request(prompt, settings, **changes)]), self.load_s)
+    cancel = threading.Event()
+    return Stream(self.start([self.request(prompt, settings, **changes)], cancel=cancel), self.load_s, cancel)
 
   def session(self, capacity: int | None = None) -> Session:
     """A conversation that keeps its cache from turn to turn."""
@@ -124,10 +151,17 @@ class LM:
     return group[0]
 
   def start(
-    self, requests: Sequence[Request], *, capacity: int | None = None, cache: Any = None, held: int = 0
+    self,
+    requests: Sequence[Request],
+    *,
+    capacity: int | None = None,
+    cache: Any = None,
+    held: int = 0,
+    cancel: threading.Event | None = None,
   ) -> Decoding:
     """Begins to decode requests together; `Decoding.advance` does the work. capacity: of a new cache, in tokens; None
-    chooses it. cache, held: a cache to go on from, and the tokens of the prompt to keep of it."""
+    chooses it. cache, held: a cache to go on from, and the tokens of the prompt to keep of it. cancel: ends all once
+    set."""
     if len({request.settings.structure for request in requests}) > 1:
       raise ValueError("prompts decoded together need the same transforms in the same order; numbers may differ")
     full, guided = any(r.settings.needs_full for r in requests), any(r.guided for r in requests)
@@ -136,8 +170,9 @@ class LM:
     if capacity is None:
       capacity = max(r.settings.capacity or min(bucket(r.reach, SMALLEST_CAPACITY), self.context) for r in requests)
     return Decoding(
-      programs, readers, capacity=capacity, compiled_s=lambda: self._clock.seconds, cache=cache, held=held
-    )
+      programs, readers, capacity=capacity, compiled_s=lambda: self._clock.seconds, cache=cache, held=held,
+      cancel=cancel,
+    )  # fmt: skip
 
   def programs(self, settings: Settings, full: bool = False, guided: bool = False) -> Programs:
     """The compiled programs for the short or the full chain of these settings' order; made once."""
@@ -161,24 +196,31 @@ class LM:
     return [self._group(prompt, gather_settings(chosen, changes)) for prompt, chosen in zip(prompts, each)]
 
   def _group(self, prompt: Any, settings: Settings) -> list[Request]:
-    if settings.stop:
-      self._text()  # stop strings are found in text
+    if settings.stop or settings.stop_at_dedent:
+      self._text()  # both are found in text
+    for token in settings.stop_token_ids:
+      if token >= self.network.vocab_size:
+        raise ValueError(f"stop_token_ids: {token} is not an id of this model, 0 … {self.network.vocab_size - 1}")
     if settings.capacity is not None and settings.capacity > self.context:
       raise ValueError(f"capacity {settings.capacity} is beyond the context of {self.name}, {self.context} tokens")
     settings.check_vocabulary(self.tokenizer.vocab_size if self.tokenizer else self.network.vocab_size)
     room = settings.capacity or self.context
+    if isinstance(prompt, Infill) and settings.truncate is not None:
+      raise ValueError("truncate would cut the marks of an Infill prompt; shorten its prefix or suffix instead")
     ids, cut = self._fit(self.encode(prompt, settings.add_bos), settings, room)
     negative = self._negative(ids, settings, room)
     room -= max(0, len(negative) - len(ids))
     limit = room if settings.max_new_tokens is None else len(ids) + settings.max_new_tokens
     full = "context" if limit > room or settings.max_new_tokens is None else cut
     seed = secrets.randbits(32) if settings.seed is None else settings.seed
-    ends = () if settings.ignore_eos else self.ends
+    ends = {*(() if settings.ignore_eos else self.ends), *settings.stop_token_ids}
+    if isinstance(prompt, Infill):
+      ends.update(infill_ends(self._text()))
+    ends = tuple(sorted(ends))
     constraint = self._constraint(settings, ends)
-    return [
-      Request(ids, settings, seed, sample, min(limit, room), ends, cut, full, constraint, negative)
-      for sample in range(settings.n)
-    ]
+    indent = _indent(prompt) if settings.stop_at_dedent else None
+    request = Request(ids, settings, seed, 0, min(limit, room), ends, cut, full, constraint, negative, indent)
+    return [dataclasses.replace(request, sample=sample) for sample in range(settings.n)]
 
   def _negative(self, ids: tuple[int, ...], settings: Settings, room: int) -> tuple[int, ...]:
     """The ids of the negative prompt; none if it is not asked for."""
@@ -273,6 +315,16 @@ def _float_type(dtype: Any) -> Any:
   return found
 
 
+def _indent(prompt: Any) -> int | None:
+  """Columns before the last line of a prompt that is text."""
+  text = prompt.prefix if isinstance(prompt, Infill) else prompt
+  if not isinstance(text, str):
+    raise ValueError(f"stop_at_dedent measures the last line of a text, got a prompt of {type(prompt).__name__}")
+  return indentation(text)
+
+
 def _is_batch(prompt: Any) -> bool:
   """A list of prompts, rather than one that is itself a list (of ids, of messages)."""
-  return isinstance(prompt, list | tuple) and (not prompt or isinstance(prompt[0], str | list | tuple | np.ndarray))
+  return isinstance(prompt, list | tuple) and (
+    not prompt or isinstance(prompt[0], str | Infill | list | tuple | np.ndarray)
+  )

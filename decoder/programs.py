@@ -113,13 +113,20 @@ class Programs:
     if loop:
       self._loop(state)
 
-  def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
-    """Reads the prompts into the cache and draws the first token of each row.
-
-    lengths: tokens of each row's prompt. held: how many of them the cache holds already, of every row. Chunks are
-    aligned to the prompts' ends, so that the last chunk holds every row's last token.
+  def chunks(self, lengths: Sequence[int], held: int = 0) -> range:
+    """What to call `read_chunk` with, in order, before `read`: prompts of `lengths` tokens, `held` of them in the
+    cache already, of every row. Chunks are aligned to the prompts' ends, so that the last holds every row's last token.
     """
-    state, last, start_B = self._read_but_last(state, lengths, held)
+    return range(_chunks(lengths, held)[1], 0, -1)
+
+  def read_chunk(self, state: State, lengths: Sequence[int], held: int, chunk: int) -> State:
+    """Reads one chunk of CHUNK tokens of the prompts into the cache."""
+    start_B = self._start_of_last(state, lengths, held) - np.int32(chunk * CHUNK)
+    return self._chunk(state, start_B)(state, start_B)
+
+  def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
+    """Reads the prompts' last chunk, after the others, and draws the first token of each row."""
+    last, start_B = _chunks(lengths, held)[0], self._start_of_last(state, lengths, held)
     return self._last(last, state, start_B)(state, start_B)
 
   def loop(self, state: State, limit: int) -> Run:
@@ -140,7 +147,7 @@ class Programs:
 
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
     """Like `read`, up to the draw: gives the features that `draw` takes."""
-    state, last, start_B = self._read_but_last(state, lengths, held)
+    last, start_B = _chunks(lengths, held)[0], self._start_of_last(state, lengths, held)
     return self._forward(last, state, start_B)(state, start_B)
 
   def forward(self, state: State) -> tuple[State, Array]:
@@ -160,15 +167,11 @@ class Programs:
   def _allocate(self, rows: int, capacity: int) -> Any:
     return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype))
 
-  def _read_but_last(self, state: State, lengths: Sequence[int], held: int) -> tuple[State, int, np.ndarray]:
-    """The state with all but the last chunk read, that chunk's size, and where it starts in each row."""
+  def _start_of_last(self, state: State, lengths: Sequence[int], held: int) -> np.ndarray:
+    """Where the last chunk starts in each row; negative where it is longer than the row."""
     start_B = np.zeros(state.length_B.shape, np.int32)  # rows that pad the batch keep length 0
     start_B[: len(lengths)] = lengths
-    last, before = _chunks(lengths, held)
-    for chunk in range(before, 0, -1):
-      start = start_B - np.int32(last + chunk * CHUNK)
-      state = self._chunk(state, start)(state, start)
-    return state, last, start_B - np.int32(last)
+    return start_B - np.int32(_chunks(lengths, held)[0])
 
   def _chunk(self, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> State:

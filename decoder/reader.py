@@ -7,6 +7,7 @@ from typing import Any
 from decoder.settings import Settings
 from decoder.strategies import Finish
 from decoder.text.constraints import Constraint
+from decoder.text.dedent import Dedent
 from decoder.text.stops import Stops
 
 
@@ -15,7 +16,8 @@ class Request:
   """prompt_ids: as they will be read. sample: the number of this one among the prompt's n. limit: length in tokens at
   which the row ends. ends: ids that end it. truncated: what Result says of it; at_limit: what, if the limit ends it.
   constraint: what the text must fit, as it stands at the start. negative_ids: the prompt that guidance leads away from;
-  empty without."""
+  empty without. indent: columns before the prompt's last line, None for an empty one; read where settings stop at a
+  dedent."""
 
   prompt_ids: tuple[int, ...]
   settings: Settings
@@ -27,6 +29,7 @@ class Request:
   at_limit: str | None
   constraint: Constraint | None = None
   negative_ids: tuple[int, ...] = ()
+  indent: int | None = None
 
   @property
   def guided(self) -> bool:
@@ -50,8 +53,10 @@ class Reader:
     self.constraint = request.constraint.copy() if request.constraint else None
     self._parts: list[str] = []
     self._ends = frozenset(request.ends)
-    self._detokenizer = tokenizer.detokenizer() if tokenizer else None
+    self._kept = frozenset(request.settings.stop_token_ids if request.settings.include_stop else ())
+    self._detokenizer = tokenizer.detokenizer() if tokenizer and request.settings.detokenize else None
     self._stops = Stops(request.settings.stop, include_stop=request.settings.include_stop)
+    self._dedent = Dedent(request.indent) if request.settings.stop_at_dedent else None
 
   @property
   def text(self) -> str:
@@ -82,21 +87,32 @@ class Reader:
     return self._take(self._detokenizer.finish() if self._detokenizer else "", last=True)
 
   def _feed_one(self, token: int) -> str:
-    if token in self._ends:
+    ends = token in self._ends
+    text = ""
+    if not ends or token in self._kept:
+      self.token_ids.append(token)
+      text = self._take(self._detokenizer.feed([token]) if self._detokenizer else "")
+    if ends and not self.done:
       self.stop_reason = token
-      return self.end("stop")
-    self.token_ids.append(token)
-    text = self._take(self._detokenizer.feed([token]) if self._detokenizer else "")
-    if self.constraint is not None and not self.done:
+      text += self.end("stop")
+    elif self.constraint is not None and not self.done:
       self.constraint.commit([token])
       text += self.end("stop") if self.constraint.done else ""
     return text
 
   def _take(self, delta: str, last: bool = False) -> str:
-    text, fired = self._stops.feed(delta)
+    # As for end tokens: the first token that may end the text is the one after min_new_tokens.
+    match = len(self.token_ids) > self.request.settings.min_new_tokens
+    text, fired = self._stops.feed(delta, match=match)
     if fired is not None:
       self.finish_reason, self.stop_reason = "stop", fired
     elif last:
       text += self._stops.finish()
+    if self._dedent is not None:
+      text, left = self._dedent.feed(text, match=match)
+      if left:
+        self.finish_reason, self.stop_reason = "stop", "dedent"
+      elif self.done:
+        text += self._dedent.finish()
     self._parts.append(text)
     return text

@@ -1,5 +1,6 @@
 """A conversation whose cache lives on: each turn reads only what the cache does not hold yet."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,11 +47,12 @@ class Session:
     try:
       if cache is not None and cache.capacity < wanted:
         cache = programs.grow(cache, wanted)
-      decoding = self._lm.start([request], capacity=wanted, cache=cache, held=held)
+      cancel = threading.Event()
+      decoding = self._lm.start([request], capacity=wanted, cache=cache, held=held, cancel=cancel)
     except BaseException:  # a Ctrl-C while it compiles, say; what the cache is now, nobody knows
       self.clear()
       raise
-    return Stream(decoding, self._lm.load_s, self._take_back)
+    return Stream(decoding, self._lm.load_s, cancel, self._take_back)
 
   def _take_back(self, decoding: Decoding) -> None:
     self._cache, self._ids = decoding.state.cache, decoding.cached_ids()

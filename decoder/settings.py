@@ -2,10 +2,12 @@
 
 import dataclasses
 import difflib
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from decoder.generation_config import read_generation_config
 from decoder.sampling import SamplingSettings, plain
 from decoder.text.constraints import Spec, read_spec
 
@@ -22,7 +24,12 @@ class Settings(SamplingSettings):
   the prompt's last token); 1 is off. It takes two rows of cache a sample.
   json_schema (a mapping or its JSON text), regex, grammar (Lark or GBNF), choice (a list of texts): what the text must
   fit, at most one of them; it may end where it fits, and does where nothing can follow.
-  stop: strings that end the text and are left out of it, or kept with include_stop. ignore_eos: go on past end tokens.
+  stop: strings that end the text; stop_token_ids: tokens that do, besides the model's own end tokens. Both are left out
+  of the text, or kept with include_stop; end tokens never are. stop_at_dedent: ends it before a line that begins left
+  of the prompt's last line (of the first line written, if that one is empty). ignore_eos: go on past the model's end
+  tokens. max_time: seconds from the call after which the text ends as it is, compilation not counted; None: no limit.
+  It is looked at between device calls, which get shorter towards it, so it is passed by about one step or prompt chunk.
+  detokenize: False leaves the text empty and the tokens as they are; stop strings cannot be found then.
   add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
   None refuses it. capacity: tokens the cache has room for; None chooses it.
 
@@ -39,8 +46,12 @@ class Settings(SamplingSettings):
   grammar: str | None = None
   choice: Sequence[str] | None = None
   stop: tuple[str, ...] = ()
+  stop_token_ids: tuple[int, ...] = ()
   include_stop: bool = False
+  stop_at_dedent: bool = False
   ignore_eos: bool = False
+  max_time: float | None = None
+  detokenize: bool = True
   add_bos: bool | None = None
   truncate: str | None = None
   capacity: int | None = None
@@ -59,9 +70,16 @@ class Settings(SamplingSettings):
     if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
       raise ValueError(f"stop must be a list of non-empty strings, got {self.stop!r}")
     object.__setattr__(self, "stop", tuple(stop))
-    for name, known in (("include_stop", (bool,)), ("ignore_eos", (bool,)), ("add_bos", (bool, type(None)))):
-      if not isinstance(getattr(self, name), known):
-        raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+    object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+    for name in ("include_stop", "stop_at_dedent", "ignore_eos", "detokenize", "add_bos"):
+      value = getattr(self, name)
+      if not isinstance(value, bool) and not (value is None and name == "add_bos"):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    if (self.stop or self.stop_at_dedent) and not self.detokenize:
+      asked = f"stop strings {self.stop!r} are" if self.stop else "stop_at_dedent is"
+      raise ValueError(f"{asked} found in text; leave detokenize on, or give stop_token_ids")
+    if self.max_time is not None and not (_is_number(self.max_time) and 0 < self.max_time < math.inf):
+      raise ValueError(f"max_time must be a number of seconds above 0, or None, got {self.max_time!r}")
     if self.truncate not in (None, "left", "middle"):
       raise ValueError(f"truncate must be 'left', 'middle' or None, got {self.truncate!r}")
     scale = self.guidance_scale
@@ -74,6 +92,12 @@ class Settings(SamplingSettings):
   def constraint(self) -> Spec | None:
     """What the text must fit, if anything."""
     return read_spec(self.json_schema, self.regex, self.grammar, self.choice)
+
+  @classmethod
+  def from_generation_config(cls, config: Mapping[str, Any]) -> "Settings":
+    """What a checkpoint's generation_config.json asks for; the rest is as here. ValueError where that is unknown, not
+    offered or contradicts itself, see `generation_config.read_generation_config`."""
+    return gather_settings(None, read_generation_config(config))
 
   def describe(self) -> dict[str, Any]:
     """The settings as plain data, for JSON; `chain` lists the transforms that are on, as they come."""
@@ -101,10 +125,10 @@ class Timings:
 class Result:
   """One completion.
 
-  token_ids: what was drawn, without the end token. finish_reason: 'stop', 'length', 'error' (the model's logits were
-  not finite, or nothing could follow) or 'cancelled'. stop_reason: the stop string or the end token's id; None where a
-  constraint left nothing to add. truncated: 'context' where the
-  context, not max_new_tokens, ended it; 'prompt' where prompt tokens were dropped. seed reproduces the text.
+  token_ids: what was drawn, without the end token. finish_reason: 'stop', 'length', 'time' (max_time was over), 'error'
+  (the model's logits were not finite, or nothing could follow) or 'cancelled'. stop_reason: of 'stop', the stop string,
+  the id of the stop or end token, or 'dedent'; None where a constraint left nothing to add. truncated: 'context' where
+  the context, not max_new_tokens, ended it; 'prompt' where prompt tokens were dropped. seed reproduces the text.
   """
 
   text: str
@@ -136,6 +160,20 @@ def gather_settings(settings: Settings | None, changes: dict[str, Any]) -> Setti
   if settings is not None and not isinstance(settings, Settings):
     raise ValueError(f"settings must be decoder.Settings, got {settings!r}; or give them by keyword, temperature=0.7")
   return dataclasses.replace(Settings() if settings is None else settings, **changes)
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+  """Token ids: a list of integers ≥ 0."""
+  good = isinstance(value, list | tuple) and all(
+    isinstance(i, numbers.Integral) and not isinstance(i, bool) and 0 <= i < 2**31 for i in value
+  )
+  if not good:
+    raise ValueError(f"{name} must be a list of token ids, integers ≥ 0, got {value!r}")
+  return tuple(int(i) for i in value)
 
 
 def _whole(name: str, value: Any, low: int, high: int | None) -> None:

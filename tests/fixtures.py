@@ -132,6 +132,17 @@ def script_lm(script: list[int], prompt: int, size: int = 128, context: int = 25
   return network, {"script": jnp.asarray(script, jnp.int32)}
 
 
+def rescript(lm: LM, script: list[int]) -> LM:
+  """Gives the façade of a SCRIPT-LM another script, its last token repeated to the same length; compiles nothing."""
+  size = lm.params["script"].shape[0]
+  lm.params["script"] = jnp.asarray([*script, *script[-1:] * size][:size], jnp.int32)
+  for programs in lm._programs.values():
+    bound = [key for key, program in programs._compiled.items() if isinstance(program, functools.partial)]
+    for key in bound:  # to the old parameters
+      del programs._compiled[key]
+  return lm
+
+
 class Letters:
   """A tokenizer without a library: one printable character an id, then three specials. 62 ids, so that the networks'
   ids 62 and 63 are padding."""

@@ -22,7 +22,10 @@ FLOORS = {
   "training": 4,
   "serving": 5,
   "measure": 5,
-  **dict.fromkeys(("settings", "programs", "reader", "constrained", "guided", "decoding", "session", "generate"), 5),
+  **dict.fromkeys(
+    ("generation_config", "settings", "programs", "reader", "constrained", "guided", "decoding", "session", "generate"),
+    5,
+  ),
 }
 BANS = {"strategies": {"models"}, "models": {"strategies", "sharding"}}
 

@@ -65,6 +65,13 @@ def load(
   )
 
 
+def read_generation(name: str | Path, *, cache_dir: str | Path | None = None) -> dict[str, Any]:
+  """A model's generation_config.json, {} where it has none. Fetches the model if need be, and loads no weights."""
+  from decoder.checkpoint.hub import resolve
+
+  return open_source(resolve(name, cache_dir=cache_dir)).generation
+
+
 def open_checked(path: Path) -> Source:
   """Opens a checkpoint of any format and checks that it holds just the tensors of its config's model."""
   source = open_source(path)

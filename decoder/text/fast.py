@@ -14,6 +14,7 @@ from decoder.text.detokenizer import Detokenizer, WindowDetokenizer
 from decoder.text.tokenizer import Tokenizer
 
 _SPACE = "▁"
+_ANCHOR = "☺"
 
 
 class _Decoder(NamedTuple):
@@ -54,6 +55,14 @@ class FastTokenizer(Tokenizer):
 
   def _encode(self, text: str) -> list[int]:
     return self._backend.encode(text, add_special_tokens=False).ids
+
+  def find(self, text: str) -> int | None:
+    return self._backend.token_to_id(text)
+
+  def _encode_inside(self, text: str) -> list[int]:
+    # The file's own space comes before a character that merges with nothing, and goes with it.
+    anchor, ids = self._encode(_ANCHOR), self._encode(_ANCHOR + text)
+    return ids[len(anchor) :] if self._decoder.strip and ids[: len(anchor)] == anchor else self._encode(text)
 
   def _make_bytes(self, token: int) -> bytes:
     text = self._added.get(token)

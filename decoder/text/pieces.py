@@ -6,6 +6,7 @@ first.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -41,9 +42,21 @@ class PieceTokenizer(Tokenizer):
     normalizer.add_dummy_prefix = False
     self._later = _processor(model)
 
+  def find(self, text: str) -> int | None:
+    return self._ids_by_text.get(text)
+
+  @functools.cached_property
+  def _ids_by_text(self) -> dict[str, int]:
+    return {text: index for index, text in reversed(self._texts.items())}
+
   def _encode(self, text: str) -> list[int]:
+    return self._encode_with(self._first, text)
+
+  def _encode_inside(self, text: str) -> list[int]:
+    return self._encode_with(self._later, text)
+
+  def _encode_with(self, processor: Any, text: str) -> list[int]:
     ids: list[int] = []
-    processor = self._first
     position = 0
     for match in self._markup.finditer(text) if self._markup else ():
       if match.start() > position:

@@ -30,12 +30,15 @@ class Stops:
     self._held = ""
     self._fired: str | None = None
 
-  def feed(self, delta: str) -> tuple[str, str | None]:
-    """(text now safe to emit, the stop that fired or None). After a stop has fired there is no more text."""
+  def feed(self, delta: str, *, match: bool = True) -> tuple[str, str | None]:
+    """(text now safe to emit, the stop that fired or None). After a stop has fired there is no more text.
+
+    match: False lets stops that `delta` completes pass; one that it only begins may still fire later.
+    """
     if self._fired is not None:
       return "", self._fired
     text = self._held + delta
-    found = self._first_completed(text)
+    found = self._first_completed(text, len(self._held)) if match else None
     if found is not None:
       start, end = found
       self._fired, self._held = text[start:end], ""
@@ -49,8 +52,9 @@ class Stops:
     text, self._held = self._held, ""
     return text
 
-  def _first_completed(self, text: str) -> tuple[int, int] | None:
-    starts = [(text.find(stop), len(stop)) for stop in self._stops]
+  def _first_completed(self, text: str, border: int) -> tuple[int, int] | None:
+    """Start and end of the stop that ends first after `border`."""
+    starts = [(text.find(stop, max(0, border - len(stop) + 1)), len(stop)) for stop in self._stops]
     ends = [(start + length, start) for start, length in starts if start >= 0]
     if not ends:
       return None

@@ -16,7 +16,8 @@ from decoder.text.detokenizer import ByteDetokenizer, DecodeRule, Detokenizer
 
 
 class Tokenizer:
-  """A tokenizer read from files. A subclass gives `_encode` and `_make_bytes` and calls `_set_tokens` and `_set_rule`.
+  """A tokenizer read from files. A subclass gives `_encode`, `find` and `_make_bytes`, and calls `_set_tokens` and
+  `_set_rule`.
 
   `vocab_size`: ids from it on stand for nothing and must not be drawn. `eos_ids`: the tokenizer's EOS first, then the
   ends of a chat turn that its vocabulary knows. `special_tokens`: text to id of the tokens that `decode` leaves out by
@@ -48,7 +49,7 @@ class Tokenizer:
     None adds what the model wants (`adds_bos`, `adds_eos`). There is never a second BOS: if the text already begins
     with one, it stays alone, with one warning per tokenizer. May be empty: an empty text without BOS is no prompt.
     """
-    ids = self._encode_checked(text)
+    ids = self._encode(self._checked(text))
     if self.adds_bos if add_bos is None else add_bos:
       ids = self._with_bos(ids, warn=True)
     if self.adds_eos if add_eos is None else add_eos:
@@ -56,6 +57,15 @@ class Tokenizer:
         raise ValueError("add_eos=True, but this tokenizer has no EOS token; leave it out")
       ids = [*ids, self.eos_ids[0]]
     return ids
+
+  def encode_inside(self, text: str) -> list[int]:
+    """The ids of a text that goes on after other tokens: without BOS, and without the space that some tokenizers put
+    in front of a text."""
+    return self._encode_inside(self._checked(text))
+
+  def find(self, text: str) -> int | None:
+    """The id of the token with this text, as the vocabulary writes it; None if there is none."""
+    raise NotImplementedError
 
   def encode_chat(
     self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables
@@ -69,7 +79,7 @@ class Tokenizer:
     if self._chat is None:
       self._chat = ChatTemplate(self.chat_template, self.named_tokens)
     prompt = self._chat.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-    ids = self._encode_checked(prompt)
+    ids = self._encode(self._checked(prompt))
     return self._with_bos(ids, warn=False) if self.adds_bos else ids
 
   def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -109,10 +119,13 @@ class Tokenizer:
   def _encode(self, text: str) -> list[int]:
     raise NotImplementedError
 
+  def _encode_inside(self, text: str) -> list[int]:
+    return self._encode(text)
+
   def _make_bytes(self, token: int) -> bytes:
     raise NotImplementedError
 
-  def _encode_checked(self, text: str) -> list[int]:
+  def _checked(self, text: str) -> str:
     if not isinstance(text, str):
       raise ValueError(f"text: wanted a string, got {type(text).__name__}; decode it first")
     try:
@@ -122,7 +135,7 @@ class Tokenizer:
         f"text: {text[error.start]!r} at {error.start} is half of a surrogate pair, not a character; "
         "decode the text with errors='replace'"
       ) from error
-    return self._encode(text)
+    return text
 
   def _with_bos(self, ids: list[int], *, warn: bool) -> list[int]:
     if self.bos_id is None:

@@ -17,7 +17,7 @@ _NAMES = {
     for name in (
       "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
       "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "max_new_tokens", "min_new_tokens",
-      "max_time",
+      "max_time", "guidance_scale",
     )
   },
   "bad_words_ids": "bad_words",
@@ -56,7 +56,6 @@ _MUST_BE_OFF = {
   "watermarking_config": None,
   "token_healing": False,
   "dola_layers": None,
-  "guidance_scale": 1,
 }
 
 # Said elsewhere, or no matter of the text: end ids are `LM.ends`; max_length counts the prompt, and the context bounds

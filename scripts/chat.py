@@ -5,11 +5,11 @@ Usage:
 The prompt line shows how much of the context is used: [42/8192]. Ctrl-C ends a reply, Ctrl-D the program.
 """
 
-import ast
 import signal
 import sys
 from typing import Any
 
+import config
 import entry
 from absl import flags
 
@@ -17,7 +17,9 @@ FLAGS = flags.FLAGS
 entry.define_model_flags()
 entry.define_sampling_flags(max_new_tokens=1024, temperature=0.2)
 flags.DEFINE_string("system", None, "A system message.")
+config.define_flags()
 flags.adopt_module_key_flags(entry)
+flags.adopt_module_key_flags(config)
 
 HELP = """\
 /reset            forget the conversation
@@ -87,21 +89,13 @@ class Chat:
     from decoder.settings import gather_settings
 
     if value is not None:
-      self.settings = gather_settings(self.settings, {name: parse(value)})
+      self.settings = gather_settings(self.settings, {name: config.parse(value)})
     shown = {key: now for key, now in self.settings.describe().items() if key not in ("transforms", "n")}
     if name is not None and name not in shown:
       gather_settings(self.settings, {name: None})  # says what is known
     for key, now in shown.items():
       if name in (None, key):
         print(f"{key} = {now}")
-
-
-def parse(value: str) -> Any:
-  """A number, None, true or false, or the text itself."""
-  try:
-    return ast.literal_eval(value.capitalize() if value.lower() in ("none", "true", "false") else value)
-  except (ValueError, SyntaxError):
-    return value
 
 
 def read_text(prompt: str) -> str:
@@ -120,8 +114,9 @@ def read_text(prompt: str) -> str:
 def main() -> None:
   from decoder.settings import Settings
 
-  lm = entry.load(entry.sampling_settings())
-  chat = Chat(lm, Settings(**entry.sampling_settings()), FLAGS.system)
+  settings, _ = config.gather(entry.sampling_settings())
+  lm = entry.load(settings)
+  chat = Chat(lm, Settings(**settings), FLAGS.system)
   if sys.stdin.isatty():
     import readline  # noqa: F401  (line editing and history for input())
 

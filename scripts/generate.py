@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import config
 import entry
 from absl import flags
 
@@ -23,8 +24,10 @@ FLAGS = flags.FLAGS
 entry.define_model_flags()
 entry.define_sampling_flags(max_new_tokens=256, temperature=0.0)
 entry.define_constraint_flags()
+config.define_flags()
 flags.DEFINE_multi_string("prompt", [], "A prompt; repeatable. Without one, stdin is read.")
 flags.DEFINE_multi_string("prompt_file", [], "A file that holds one prompt; repeatable.")
+flags.DEFINE_string("suffix", None, "Fill in: write what comes between the prompt and this text.")
 flags.DEFINE_bool("chat", False, "Put each prompt into the model's chat template, as a user's turn.")
 flags.DEFINE_string("system", None, "A system message; only with --chat.")
 flags.DEFINE_bool("stream", True, "Print text as it is written.")
@@ -32,13 +35,18 @@ flags.DEFINE_enum("output", "text", ["text", "json"], "json: one object a prompt
 flags.DEFINE_integer("capacity", None, "Tokens the cache has room for; chosen if not given.")
 flags.DEFINE_enum("truncate", None, ["left", "middle"], "Where to cut a prompt that is too long; refused if not given.")
 flags.DEFINE_string("profile", None, "Write a JAX trace of the generation to this directory.")
+flags.DEFINE_bool("print_config", False, "Print every setting and where it came from, and exit.")
 flags.adopt_module_key_flags(entry)
+flags.adopt_module_key_flags(config)
 
 
 def main() -> None:
+  asked = {**entry.sampling_settings(), **entry.constraint_settings()}
+  settings, origins = config.gather(asked | {"capacity": FLAGS.capacity, "truncate": FLAGS.truncate})
+  if FLAGS.print_config:
+    print(config.table(settings, origins))
+    return
   prompts = read_prompts()
-  settings = {**entry.sampling_settings(), **entry.constraint_settings()}
-  settings |= {"capacity": FLAGS.capacity, "truncate": FLAGS.truncate}
   if FLAGS.profile is not None:
     Path(FLAGS.profile).mkdir(parents=True, exist_ok=True)
   lm = entry.load(settings)
@@ -62,6 +70,12 @@ def read_prompts() -> list[Any]:
     texts = [decode(sys.stdin.buffer.read(), "stdin")]
   if FLAGS.system is not None and not FLAGS.chat:
     raise ValueError("--system needs --chat: a raw prompt has no system message")
+  if FLAGS.suffix is not None and FLAGS.chat:
+    raise ValueError("--suffix fills in plain text; leave out --chat")
+  if FLAGS.suffix is not None:
+    from decoder.text.infill import Infill
+
+    return [Infill(text, FLAGS.suffix) for text in texts]
   if not FLAGS.chat:
     return texts
   before = [{"role": "system", "content": FLAGS.system}] if FLAGS.system is not None else []
@@ -117,7 +131,7 @@ def figures(results: list[Any]) -> str:
     parts[1] += f", {sum(t.tokens_per_s or 0 for t in timings):.1f} a second ({each:.1f} ms each)"
   parts.append(f"peak memory {peak_memory() / 1e9:.2f} GB")
   parts.append(f"loaded in {timings[0].load_s:.1f} s, compiled in {timings[0].compile_s:.1f} s")
-  if FLAGS.temperature > 0:
+  if any(result.settings.temperature > 0 for result in results):
     parts.append("seed " + ", ".join(str(result.seed) for result in results))
   return " · ".join(parts)
 

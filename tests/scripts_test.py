@@ -98,6 +98,25 @@ def test_a_text_can_be_made_to_fit(tiny, home, tmp_path):
   assert json.loads(done.stdout)["text"] in ("yes", "no")
 
 
+def test_print_config_tells_where_each_setting_came_from(tmp_path, home):
+  model = byte_model(tmp_path)
+  (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 7}')
+  flags = ["--model", str(model), "--top_p", "0.5", "--set", "max_time=2.5", "--set", "stop_token_ids=[3]"]
+  done = run("generate.py", *flags, "--generation_config", "--print_config", home=home)
+  assert done.returncode == 0, done.stderr
+  rows = {line.split()[0]: line.split(None, 2)[1:] for line in done.stdout.splitlines()}
+  assert rows["temperature"] == ["0.6", "generation_config.json"]
+  assert rows["top_k"] == ["7", "generation_config.json"]
+  assert rows["top_p"] == ["0.5", "flag"]
+  assert rows["max_time"] == ["2.5", "flag"]
+  assert rows["stop_token_ids"] == ["[3]", "flag"]
+  assert rows["max_new_tokens"] == ["256", "default"]
+  assert " ".join(rows["chain"]).startswith("temperature → top_k → top_p")
+  done = run("generate.py", *flags, "--set", "max_tme=1", "--print_config", home=home)
+  assert (done.returncode, done.stdout) == (2, "")
+  assert "unknown setting 'max_tme'; did you mean 'max_time'" in done.stderr
+
+
 @pytest.mark.parametrize(
   ("flags", "says"),
   [
@@ -122,6 +141,8 @@ def test_a_text_can_be_made_to_fit(tiny, home, tmp_path):
     (["--model", "missing.gguf"], "missing.gguf"),
     (["--weights", "q9"], "q9"),
     (["--prompt_file", "missing.txt"], "missing.txt"),
+    (["--set", "temperature"], "NAME=VALUE"),
+    (["--suffix", "x", "--chat"], "leave out --chat"),
   ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(flags, says):

@@ -13,24 +13,41 @@ if TYPE_CHECKING:
   from decoder.checkpoint.errors import CheckpointError
   from decoder.decoding import Stream
   from decoder.generate import LM, load
+  from decoder.result import Result, Timings
+  from decoder.score import Score
   from decoder.session import Session
-  from decoder.settings import Result, Settings, Timings
+  from decoder.settings import Settings
   from decoder.text.infill import Infill
+  from decoder.view import show
 
 # Found when first asked for, so that `decoder.text` alone costs no import of JAX.
 _HOMES = {
   "CheckpointError": "decoder.checkpoint.errors",
   "Infill": "decoder.text.infill",
   "LM": "decoder.generate",
-  "Result": "decoder.settings",
+  "Result": "decoder.result",
+  "Score": "decoder.score",
   "Session": "decoder.session",
   "Settings": "decoder.settings",
   "Stream": "decoder.decoding",
-  "Timings": "decoder.settings",
+  "Timings": "decoder.result",
   "load": "decoder.generate",
+  "show": "decoder.view",
 }
 
-__all__ = ["LM", "CheckpointError", "Infill", "Result", "Session", "Settings", "Stream", "Timings", "load"]
+__all__ = [
+  "LM",
+  "CheckpointError",
+  "Infill",
+  "Result",
+  "Score",
+  "Session",
+  "Settings",
+  "Stream",
+  "Timings",
+  "load",
+  "show",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,10 @@ import numpy as np
 from decoder.constrained import driver
 from decoder.guided import negative_fields
 from decoder.programs import LOOP, Programs, bucket
+from decoder.prompts import reading
 from decoder.reader import Reader, Request
-from decoder.settings import Result, Timings
+from decoder.report import Report
+from decoder.result import Result, Timings
 from decoder.strategies import Finish, State
 from decoder.types import NONE, Emission
 
@@ -43,7 +45,9 @@ class Decoding:
   ):
     self.readers = list(readers)
     self.requests = [reader.request for reader in readers]
-    self._programs, self._drive, self._held = programs, driver(programs, readers), held
+    self.reports = [Report(reader.request.settings, reader.tokenizer, programs.links) for reader in readers]
+    self._prompts = reading(programs, self.requests)
+    self._drive, self._held = driver(self._prompts, readers), held
     self._start, compiled_before = time.perf_counter(), compiled_s()
     self._times: list[list[float]] = [[] for _ in readers]  # when each token came, milliseconds from the start
     self._now = self._each = 0.0  # when the last call returned, and how long a step of it took
@@ -51,11 +55,12 @@ class Decoding:
     self._timed = any(r.settings.max_time is not None for r in self.requests)
     self.sound = True  # no row has met logits that are not finite; its cache may hold NaN
     self._read = False
+    self._due = any(r.settings.prompt_logprobs for r in self.requests)  # also where nothing is drawn
     capacity = capacity if cache is None else cache.capacity
-    self.state: State = programs.begin(capacity, _fields(self.requests, programs, capacity, held), cache)
+    self.state: State = self._prompts.begin(capacity, fields_of(self.requests, programs, capacity, held), cache)
     self._lengths = [len(request.prompt_ids) for request in self.requests]
     ahead = max(request.limit - length for request, length in zip(self.requests, self._lengths))
-    if ahead > 0:
+    if ahead > 0 or self._due:
       self._drive.prepare(self.state, self._lengths, held, loop=ahead > 1)
     self._compile_s = compiled_s() - compiled_before
     for reader, length in zip(self.readers, self._lengths):
@@ -66,7 +71,7 @@ class Decoding:
 
   @property
   def done(self) -> bool:
-    return all(reader.done for reader in self.readers)
+    return all(reader.done for reader in self.readers) and not self._due
 
   def advance(self, steps: int) -> list[str]:
     """Reads the prompts, at the first call; then up to `steps` further tokens a row. Returns new text by row.
@@ -83,8 +88,8 @@ class Decoding:
 
   def _read_prompts(self) -> Emission | None:
     """Reads the prompts and draws a first token a row; None if all rows have ended before that."""
-    for chunk in self._programs.chunks(self._lengths, self._held):
-      self.state = self._programs.read_chunk(self.state, self._lengths, self._held, chunk)
+    for chunk in self._prompts.chunks(self._lengths, self._held):
+      self.state = self._prompts.read_chunk(self.state, self._lengths, self._held, chunk)
       if self._timed:
         jax.block_until_ready(self.state.length_B)  # else chunks are only queued, and no time has passed
       self._end_early()  # no text yet
@@ -92,6 +97,7 @@ class Decoding:
         return None
     self.state, emission = self._drive.read(self.state, self._lengths, self._held)
     self._read = True
+    self._hear_of_prompts()
     return emission
 
   def _write(self, steps: int) -> Emission:
@@ -100,7 +106,7 @@ class Decoding:
 
   def _hear(self, emission: Emission) -> list[str]:
     """Hands what was emitted to the readers."""
-    tokens_BN, count_B, finish_B = jax.device_get((emission.tokens_BN, emission.count_B, emission.info.finish_B))
+    tokens_BN, count_B, (finish_B, details) = jax.device_get(emission)
     self.sound &= not bool((finish_B == Finish.ERROR).any())
     before, self._now = self._now, self._elapsed()
     self._each = (self._now - before) / max(int(count_B.max()), 1)  # steps of one call take equally long
@@ -108,8 +114,20 @@ class Decoding:
     for row, reader in enumerate(self.readers):
       if not reader.done:
         self._times[row] += [before + self._each * (step + 1) for step in range(int(count_B[row]))]
+      drawn = reader.drawn
       deltas.append(reader.feed(tokens_BN[row, : count_B[row]], int(finish_B[row])))
+      read = reader.drawn - drawn  # what was drawn after the end of a stop string is not part of the text
+      self.reports[row].add(tokens_BN[row, :read], jax.tree.map(lambda leaf, row=row: leaf[row], details))
     return deltas
+
+  def _hear_of_prompts(self) -> None:
+    if not self._due:
+      return
+    self._due = False
+    for reader, report, told in zip(self.readers, self.reports, self._prompts.told):
+      if not report.add_prompt(reader.request.prompt_ids, told):
+        reader.fail()
+        self.sound = False
 
   def _few(self, steps: int) -> int:
     """Steps for one call, few enough that stop strings, times and cancellation are noticed soon. Half of what a row's
@@ -130,9 +148,11 @@ class Decoding:
       return [""] * len(self.readers)
     now, limits = self._elapsed(), [request.settings.max_time for request in self.requests]
     late = [limit is not None and now >= 1e3 * limit for limit in limits]
+    self._due &= not any(late)
     return [reader.end("time") if is_late else "" for reader, is_late in zip(self.readers, late)]
 
   def _end_all(self) -> list[str]:
+    self._due = False
     return [reader.end("cancelled") for reader in self.readers]
 
   def close(self) -> list[str]:
@@ -156,7 +176,7 @@ class Decoding:
     return (time.perf_counter() - self._start - self._compile_s) * 1e3
 
   def _result(self, row: int, load_s: float) -> Result:
-    request, reader, times = self.requests[row], self.readers[row], self._times[row]
+    request, reader, report, times = self.requests[row], self.readers[row], self.reports[row], self._times[row]
     first, further = (times[0] if times else None), len(times) - 1
     tpot = (times[-1] - times[0]) / further if further > 0 else None
     timings = Timings(
@@ -172,7 +192,8 @@ class Decoding:
     truncated = request.at_limit if reader.finish_reason == "length" else request.truncated
     return Result(
       reader.text, request.prompt_ids, tuple(reader.token_ids), reader.finish_reason or "cancelled",
-      reader.stop_reason, truncated, request.seed, request.settings, timings,
+      reader.stop_reason, truncated, request.seed, request.settings, timings, request.sample,
+      report.logprobs(), report.prompt_logprobs(), report.explanation(),
     )  # fmt: skip
 
 
@@ -245,7 +266,7 @@ def _interrupt_later() -> Iterator[None]:
     raise KeyboardInterrupt
 
 
-def _fields(requests: Sequence[Request], programs: Programs, capacity: int, held: int) -> dict[str, Any]:
+def fields_of(requests: Sequence[Request], programs: Programs, capacity: int, held: int) -> dict[str, Any]:
   """The requests as numpy rows, padded to a power of two of them; a padding row has length 0."""
   rows = bucket(len(requests))
   ends = bucket(max((len(r.ends) for r in requests), default=1), 8)

@@ -23,7 +23,10 @@ from decoder.decoding import Decoding, Stream
 from decoder.guided import GuidedPrograms
 from decoder.models import registry
 from decoder.programs import LOOP, SMALLEST_CAPACITY, Clock, Programs, bucket
-from decoder.reader import Reader, Request
+from decoder.reader import Reader, Request, is_batch
+from decoder.report import Report, inspection
+from decoder.result import Result
+from decoder.score import score
 from decoder.session import Session
 from decoder.settings import Settings, gather_settings
 from decoder.text.constraints import Constraint, Vocabulary
@@ -106,15 +109,15 @@ class LM:
     cancel: once another thread sets it, what is not finished ends as it is, 'cancelled'. Raises ValueError for settings
     or prompts that make no sense, before any compute.
     """
-    many = _is_batch(prompt)
+    many = is_batch(prompt)
     groups = self._requests(list(prompt) if many else [prompt], settings, changes)
     if not groups:
       return []
     decoding = self.start([request for group in groups for request in group], cancel=cancel)
     while not decoding.done:
       decoding.advance(LOOP)
-    results = iter(decoding.results(self.load_s))
-    grouped = [[next(results) for _ in group] for group in groups]
+    drawn = iter(zip(decoding.results(self.load_s), decoding.reports))
+    grouped = [_best([next(drawn) for _ in group]) for group in groups]
     answers = [group if group[0].settings.n > 1 else group[0] for group in grouped]
     return answers if many else answers[0]
 
@@ -123,9 +126,19 @@ class LM:
     prefix, for any model. Like generate() of an `Infill`, which streams and batches take as well."""
     return self.generate(prefix if suffix is None else Infill(prefix, suffix), settings, **changes)
 
+  def score(self, prompt: Any, continuation: Any, *, logprobs: int = 0) -> Any:
+    """How probable the model finds a continuation of a prompt: a Score, of its tokens' raw log-probs and their sum.
+
+    prompt: as for `generate`; continuation: a text or token ids. Either may be a list of them, for a list of Scores;
+    one prompt with several continuations is a multiple choice. logprobs: alternatives to report for each token.
+    Two texts are encoded as one, and a token that spans the border counts to the continuation. ValueError where there
+    is nothing to score or too much; FloatingPointError where the model's logits are not finite.
+    """
+    return score(self, prompt, continuation, logprobs)
+
   def stream(self, prompt: Any, settings: Settings | None = None, **changes: Any) -> Stream:
     """Completes one prompt as an iterator of text deltas, a `Stream`; its `.result` holds the Result at the end."""
-    if _is_batch(prompt):
+    if is_batch(prompt):
       raise ValueError("stream() takes one prompt; for several use generate()")
     cancel = threading.Event()
     return Stream(self.start([self.request(prompt, settings, **changes)], cancel=cancel), self.load_s, cancel)
@@ -147,7 +160,7 @@ class LM:
     """One prompt with settings, checked against this model. ValueError for n > 1."""
     (group,) = self._requests([prompt], settings, changes)
     if len(group) > 1:
-      raise ValueError(f"a stream writes one text, got n={len(group)}; use generate()")
+      raise ValueError(f"a stream writes one text, got {len(group)} samples; use generate()")
     return group[0]
 
   def start(
@@ -164,8 +177,7 @@ class LM:
     set."""
     if len({request.settings.structure for request in requests}) > 1:
       raise ValueError("prompts decoded together need the same transforms in the same order; numbers may differ")
-    full, guided = any(r.settings.needs_full for r in requests), any(r.guided for r in requests)
-    programs = self.programs(requests[0].settings, full, guided)
+    programs = self.programs([request.settings for request in requests])
     readers = [Reader(request, self.tokenizer) for request in requests]
     if capacity is None:
       capacity = max(r.settings.capacity or min(bucket(r.reach, SMALLEST_CAPACITY), self.context) for r in requests)
@@ -174,13 +186,16 @@ class LM:
       cancel=cancel,
     )  # fmt: skip
 
-  def programs(self, settings: Settings, full: bool = False, guided: bool = False) -> Programs:
-    """The compiled programs for the short or the full chain of these settings' order; made once."""
-    key = (settings.structure, full, guided)
+  def programs(self, each: Sequence[Settings]) -> Programs:
+    """The compiled programs for rows of these settings, whose chains have one order; made once. If one row needs the
+    full chain or guidance, all have it."""
+    full, guided = any(s.needs_full for s in each), any(s.guidance_scale != 1 for s in each)
+    inspect = inspection(each, full)
+    key = (each[0].structure, full, guided, inspect)
     if key not in self._programs:
       vocab = self.tokenizer.vocab_size if self.tokenizer else None
       kind = GuidedPrograms if guided else Programs
-      self._programs[key] = kind(self.network, self.params, settings, full, vocab, self._clock)
+      self._programs[key] = kind(self.network, self.params, each[0], full, inspect, vocab, self._clock)
     return self._programs[key]
 
   def _text(self) -> Any:
@@ -220,7 +235,7 @@ class LM:
     constraint = self._constraint(settings, ends)
     indent = _indent(prompt) if settings.stop_at_dedent else None
     request = Request(ids, settings, seed, 0, min(limit, room), ends, cut, full, constraint, negative, indent)
-    return [dataclasses.replace(request, sample=sample) for sample in range(settings.n)]
+    return [dataclasses.replace(request, sample=sample) for sample in range(settings.samples)]
 
   def _negative(self, ids: tuple[int, ...], settings: Settings, room: int) -> tuple[int, ...]:
     """The ids of the negative prompt; none if it is not asked for."""
@@ -323,8 +338,9 @@ def _indent(prompt: Any) -> int | None:
   return indentation(text)
 
 
-def _is_batch(prompt: Any) -> bool:
-  """A list of prompts, rather than one that is itself a list (of ids, of messages)."""
-  return isinstance(prompt, list | tuple) and (
-    not prompt or isinstance(prompt[0], str | Infill | list | tuple | np.ndarray)
-  )
+def _best(drawn: list[tuple[Result, Report]]) -> list[Result]:
+  """A prompt's n results: all, or the best of more."""
+  settings = drawn[0][0].settings
+  if settings.best_of is not None:
+    drawn = sorted(drawn, key=lambda pair: -pair[1].mean_logprob())[: settings.n]
+  return [result for result, _ in drawn]

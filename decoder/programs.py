@@ -19,7 +19,7 @@ from decoder.cache import Cache, Raw, allocate
 from decoder.models.registry import Network
 from decoder.sampling import request_key
 from decoder.settings import Settings
-from decoder.strategies import State, autoregressive, init, pending, run
+from decoder.strategies import State, Told, autoregressive, forward_telling, init, pending, run
 from decoder.strategies.loop import Run
 from decoder.types import Array, Emission
 
@@ -67,17 +67,20 @@ class Clock:
 class Programs:
   """The compiled programs of one model under one order of transforms, that of `settings`; their numbers are data.
 
-  full: whether for the full chain of that order or the short one. Each program takes the State and gives a new one;
-  the old one is donated, so its cache is updated in place.
+  full: whether for the full chain of that order or the short one. inspect: what is told of each draw. Each program
+  takes the State and gives a new one; the old one is donated, so its cache is updated in place.
   """
 
   cache_type: type = Cache  # what they go on from
 
   def __init__(
-    self, network: Network, params: Any, settings: Settings, full: bool, vocab_size: int | None, clock: Clock
-  ):
+    self, network: Network, params: Any, settings: Settings, full: bool, inspect: Callable, vocab_size: int | None,
+    clock: Clock,
+  ):  # fmt: skip
     self._network, self._params, self._full, self._clock = network, params, full, clock
-    self._strategy = autoregressive(network.model, settings.chain(full), vocab_size)
+    chain = settings.chain(full)
+    self.links = chain.update.names  # what an explanation calls them
+    self._strategy = autoregressive(network.model, chain, vocab_size, inspect)
     self._compiled: dict[tuple, Callable] = {}
 
   def numbers(self, settings: Settings) -> Any:
@@ -135,20 +138,58 @@ class Programs:
 
   def prepare_halves(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
     """Compiles what `read_half`, `forward` and `draw` will need."""
-    start_B = np.zeros(state.length_B.shape, np.int32)
-    last, before = _chunks(lengths, held)
-    if before:
-      self._chunk(state, start_B)
-    self._forward(last, state, start_B)
+    features_BD = self.prepare_reading(state, lengths, held)
     if loop:
-      self._forward(1, state, None)
-    features_BD = jax.eval_shape(lambda params, state: self._strategy.forward(params, state)[1], self._params, state)
-    self._draw(state.replace(cache=None), features_BD, self.open_masks(state))
+      self.prepare_forward(state)
+    self.prepare_draw(state, features_BD)
 
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
     """Like `read`, up to the draw: gives the features that `draw` takes."""
     last, start_B = _chunks(lengths, held)[0], self._start_of_last(state, lengths, held)
     return self._forward(last, state, start_B)(state, start_B)
+
+  def tell_chunk(self, state: State, lengths: Sequence[int], number: int, chunk: int) -> tuple[State, Array, Told]:
+    """Reads one chunk of the prompts from an empty cache, as `read_chunk` (0: the last, as `read_half`), and tells of
+    the tokens after those it reads, with `number` alternatives."""
+    size = CHUNK if chunk else _chunks(lengths, 0)[0]
+    start_B = self._start_of_last(state, lengths, 0) - np.int32(chunk * CHUNK)
+    return self._telling(size, number, state, start_B)(state, start_B)
+
+  def prepare_reading(self, state: State, lengths: Sequence[int], held: int = 0, number: int | None = None) -> Any:
+    """Compiles what `read_chunk` and `read_half` will need, or `tell_chunk` where `number` is given; the shape of the
+    features that come of it."""
+    start_B = np.zeros(state.length_B.shape, np.int32)
+    last, before = _chunks(lengths, held)
+    if number is not None:
+      for size in {CHUNK, last} if before else {last}:
+        self._telling(size, number, state, start_B)
+    else:
+      if before:
+        self._chunk(state, start_B)
+      self._forward(last, state, start_B)
+    return jax.eval_shape(lambda params, state: self._strategy.forward(params, state)[1], self._params, state)
+
+  def prepare_draw(self, state: State, features_BD: Any) -> None:
+    """Compiles what `draw` will need."""
+    self._draw(state.replace(cache=None), features_BD, self.open_masks(state))
+
+  def prepare_loop(self, state: State) -> None:
+    """Compiles what `loop` will need."""
+    self._loop(state)
+
+  def prepare_forward(self, state: State) -> None:
+    """Compiles what `forward` will need."""
+    self._forward(1, state, None)
+
+  def fork(self, *arguments: Any) -> tuple[State, Array]:
+    """(state, features_BD, rows_R, fields): a State for the requests in `fields`, request r going on from what row
+    rows_R[r] has read, and their features."""
+    return self._fork(*arguments)(*arguments)
+
+  def prepare_fork(self, *arguments: Any) -> tuple[State, Array]:
+    """Compiles what `fork` will need; the shapes that come of it."""
+    self._fork(*arguments)
+    return jax.eval_shape(_forked, *arguments)
 
   def forward(self, state: State) -> tuple[State, Array]:
     """Reads each row's last token; gives the features that `draw` takes. Returns before the device is done."""
@@ -199,6 +240,20 @@ class Programs:
     key = ("forward", size, start_B is None, signature(state))
     return self._compile_with_params(key, f"forward of {size} tokens", program, state, start_B)
 
+  def _telling(self, size: int, number: int, state: State, start_B: np.ndarray) -> Callable:
+    forward = forward_telling(self._network.model, number)
+
+    def program(params: Any, state: State, start_B: Array) -> tuple[State, Array, Told]:
+      after, features_BD, told = forward(params, pending(state, start_B, size))
+      return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), features_BD, told
+
+    key = ("telling", size, number, signature(state))
+    return self._compile_with_params(key, f"log-probs of {size} prompt tokens", program, state, start_B)
+
+  def _fork(self, state: State, features_BD: Any, rows_R: np.ndarray, fields: dict[str, Any]) -> Callable:
+    key, what = ("fork", signature(state), signature(fields)), f"a fork to {len(rows_R)} rows"
+    return self._compile(key, what, _forked, None, state, features_BD, rows_R, fields)
+
   def _draw(self, state: State, features_BD: Any, masks_BW: np.ndarray) -> Callable:
     def program(params: Any, state: State, features_BD: Array, masks_BW: Array) -> tuple[State, Emission]:
       allowed_BV = _unpack(masks_BW)[:, : self._network.vocab_size]
@@ -248,6 +303,10 @@ def _begin(cache: Any, fields: dict[str, Any]) -> State:
   key_B = jax.vmap(request_key)(fields["seed_B"], fields["sample_B"])
   rest = {name: fields[name] for name in ("context_BL", "length_B", "limit_B", "ends_BE", "settings")}
   return init(cache, key_B=key_B, **rest)
+
+
+def _forked(state: State, features_BD: Array, rows_R: Array, fields: dict[str, Any]) -> tuple[State, Array]:
+  return _begin(state.cache.select(rows_R), fields), features_BD[rows_R]
 
 
 def _unpack(words_BW: Array) -> Array:

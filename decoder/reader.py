@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from decoder.settings import Settings
 from decoder.strategies import Finish
 from decoder.text.constraints import Constraint
 from decoder.text.dedent import Dedent
+from decoder.text.infill import Infill
 from decoder.text.stops import Stops
 
 
@@ -46,7 +49,8 @@ class Reader:
   fit; None for nothing."""
 
   def __init__(self, request: Request, tokenizer: Any):
-    self.request = request
+    self.request, self.tokenizer = request, tokenizer
+    self.drawn = 0  # tokens read, an end token included
     self.token_ids: list[int] = []
     self.finish_reason: str | None = None
     self.stop_reason: str | int | None = None
@@ -72,6 +76,7 @@ class Reader:
     for token in ids:
       if self.done:  # drawn in the same call as the token that completed a stop string
         break
+      self.drawn += 1
       deltas.append(self._feed_one(int(token)))
     if not self.done and finish == Finish.ERROR and self.constraint is not None:
       self.stop_reason = self.constraint.error
@@ -85,6 +90,11 @@ class Reader:
       return ""
     self.finish_reason = reason
     return self._take(self._detokenizer.finish() if self._detokenizer else "", last=True)
+
+  def fail(self) -> None:
+    """Ends the row because the model is broken, also where it had ended."""
+    self.end("error")
+    self.finish_reason = "error"
 
   def _feed_one(self, token: int) -> str:
     ends = token in self._ends
@@ -116,3 +126,10 @@ class Reader:
         text += self._dedent.finish()
     self._parts.append(text)
     return text
+
+
+def is_batch(prompt: Any) -> bool:
+  """A list of prompts, rather than one that is itself a list (of ids, of messages)."""
+  return isinstance(prompt, list | tuple) and (
+    not prompt or isinstance(prompt[0], str | Infill | list | tuple | np.ndarray)
+  )

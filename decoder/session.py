@@ -39,10 +39,11 @@ class Session:
     settings = gather_settings(settings, changes)
     request = self._lm.request(prompt, settings)
     wanted = min(bucket(request.reach, self._capacity), self._lm.context)
-    programs = self._lm.programs(settings, guided=request.guided)
+    programs = self._lm.programs([settings])
     if not isinstance(self._cache, programs.cache_type):
       self.clear()
-    cache, held = self._cache, _shared(self._ids, request.prompt_ids)
+    # What is not read again cannot be told of.
+    cache, held = self._cache, 0 if settings.prompt_logprobs else _shared(self._ids, request.prompt_ids)
     self._cache = None  # given away until the stream ends
     try:
       if cache is not None and cache.capacity < wanted:

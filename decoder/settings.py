@@ -1,4 +1,4 @@
-"""What a caller may ask of a generation, and what comes back."""
+"""What a caller may ask of a generation."""
 
 import dataclasses
 import difflib
@@ -10,6 +10,8 @@ from typing import Any
 from decoder.generation_config import read_generation_config
 from decoder.sampling import SamplingSettings, plain
 from decoder.text.constraints import Spec, read_spec
+
+MOST_ALTERNATIVES = 1000  # that can be asked for with a log-prob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Settings(SamplingSettings):
   detokenize: False leaves the text empty and the tokens as they are; stop strings cannot be found then.
   add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
   None refuses it. capacity: tokens the cache has room for; None chooses it.
+  logprobs: number of alternatives to report with each token's log-prob and rank, 0 for none but its own; None reports
+  nothing. logprobs_mode: 'raw', by the model's logits, or 'processed', by what was drawn from. prompt_logprobs: also
+  for the prompt's tokens, always raw. best_of: draw so many samples and give the n with the highest mean raw log-prob
+  of what was drawn, end token included, best first. explain: tell for each token what each transform did.
 
   Raises ValueError for a value that makes no sense, at construction.
   """
@@ -55,6 +61,11 @@ class Settings(SamplingSettings):
   add_bos: bool | None = None
   truncate: str | None = None
   capacity: int | None = None
+  logprobs: int | None = None
+  logprobs_mode: str = "raw"
+  prompt_logprobs: bool = False
+  best_of: int | None = None
+  explain: bool = False
 
   def __post_init__(self) -> None:
     _whole("max_new_tokens", self.max_new_tokens, 0, None)
@@ -64,14 +75,17 @@ class Settings(SamplingSettings):
     super().__post_init__()
     if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
       raise ValueError(f"min_new_tokens {self.min_new_tokens} > max_new_tokens {self.max_new_tokens}; lower one")
-    if self.n > 1 and self.temperature == 0:
-      raise ValueError(f"n={self.n} samples at temperature 0 would all be the same; set temperature above 0, or n=1")
+    _whole("logprobs", self.logprobs, 0, MOST_ALTERNATIVES)
+    _whole("best_of", self.best_of, self.n, None)
+    if self.samples > 1 and self.temperature == 0:
+      name = "n" if self.best_of is None else "best_of"
+      raise ValueError(f"{name}={self.samples} samples at temperature 0 would all be the same; set temperature above 0")
     stop = (self.stop,) if isinstance(self.stop, str) else self.stop
     if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
       raise ValueError(f"stop must be a list of non-empty strings, got {self.stop!r}")
     object.__setattr__(self, "stop", tuple(stop))
     object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-    for name in ("include_stop", "stop_at_dedent", "ignore_eos", "detokenize", "add_bos"):
+    for name in ("include_stop", "stop_at_dedent", "ignore_eos", "detokenize", "prompt_logprobs", "explain", "add_bos"):
       value = getattr(self, name)
       if not isinstance(value, bool) and not (value is None and name == "add_bos"):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -80,6 +94,8 @@ class Settings(SamplingSettings):
       raise ValueError(f"{asked} found in text; leave detokenize on, or give stop_token_ids")
     if self.max_time is not None and not (_is_number(self.max_time) and 0 < self.max_time < math.inf):
       raise ValueError(f"max_time must be a number of seconds above 0, or None, got {self.max_time!r}")
+    if self.logprobs_mode not in ("raw", "processed"):
+      raise ValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
     if self.truncate not in (None, "left", "middle"):
       raise ValueError(f"truncate must be 'left', 'middle' or None, got {self.truncate!r}")
     scale = self.guidance_scale
@@ -87,6 +103,8 @@ class Settings(SamplingSettings):
       raise ValueError(f"guidance_scale must be a number from 0 to 10⁶ (1 is off), got {scale!r}")
     if self.negative_prompt is not None and scale == 1:
       raise ValueError("negative_prompt does nothing at guidance_scale 1; set guidance_scale, to 1.5 say")
+    if self.prompt_logprobs and scale != 1:
+      raise ValueError("prompt_logprobs are of the model without guidance; set guidance_scale to 1, or use score()")
     self.constraint()
 
   def constraint(self) -> Spec | None:
@@ -99,54 +117,15 @@ class Settings(SamplingSettings):
     offered or contradicts itself, see `generation_config.read_generation_config`."""
     return gather_settings(None, read_generation_config(config))
 
+  @property
+  def samples(self) -> int:
+    """How many are drawn of one prompt."""
+    return self.n if self.best_of is None else self.best_of
+
   def describe(self) -> dict[str, Any]:
     """The settings as plain data, for JSON; `chain` lists the transforms that are on, as they come."""
     asked = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
     return {**asked, "transforms": len(self.transforms), "chain": self.describe_chain()}
-
-
-@dataclasses.dataclass(frozen=True)
-class Timings:
-  """load_s, compile_s: seconds, neither is part of the others. ttft_ms: from the call to the first token on the host.
-  tpot_ms: mean time of each further token, tokens_per_s its inverse times the rows decoded together. None where too
-  few tokens were written to tell."""
-
-  load_s: float
-  compile_s: float
-  ttft_ms: float | None
-  tpot_ms: float | None
-  tokens_per_s: float | None
-  prompt_tokens_per_s: float | None
-  prompt_tokens: int
-  new_tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-  """One completion.
-
-  token_ids: what was drawn, without the end token. finish_reason: 'stop', 'length', 'time' (max_time was over), 'error'
-  (the model's logits were not finite, or nothing could follow) or 'cancelled'. stop_reason: of 'stop', the stop string,
-  the id of the stop or end token, or 'dedent'; None where a constraint left nothing to add. truncated: 'context' where
-  the context, not max_new_tokens, ended it; 'prompt' where prompt tokens were dropped. seed reproduces the text.
-  """
-
-  text: str
-  prompt_ids: tuple[int, ...]
-  token_ids: tuple[int, ...]
-  finish_reason: str
-  stop_reason: str | int | None
-  truncated: str | None
-  seed: int
-  settings: Settings
-  timings: Timings
-
-  def to_json(self) -> dict[str, Any]:
-    """Plain data, for json.dumps."""
-    plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    plain.update(prompt_ids=list(self.prompt_ids), token_ids=list(self.token_ids))
-    plain.update(settings=self.settings.describe(), timings=dataclasses.asdict(self.timings))
-    return plain
 
 
 def gather_settings(settings: Settings | None, changes: dict[str, Any]) -> Settings:

@@ -3,6 +3,7 @@
 Usage:
   python scripts/generate.py --prompt "The three laws of thermodynamics are"
   python scripts/generate.py --chat --prompt "What is the capital of France?" --temperature 0.7 --seed 1
+  python scripts/generate.py --prompt "Water boils at" --top_p 0.9 --temperature 1 --explain --html tokens.html
   cat prompt.txt | python scripts/generate.py --output json --max_new_tokens 32
 
 The text goes to stdout, one line of figures to stderr:
@@ -18,6 +19,7 @@ from typing import Any
 
 import config
 import entry
+import report
 from absl import flags
 
 FLAGS = flags.FLAGS
@@ -25,6 +27,7 @@ entry.define_model_flags()
 entry.define_sampling_flags(max_new_tokens=256, temperature=0.0)
 entry.define_constraint_flags()
 config.define_flags()
+report.define_flags()
 flags.DEFINE_multi_string("prompt", [], "A prompt; repeatable. Without one, stdin is read.")
 flags.DEFINE_multi_string("prompt_file", [], "A file that holds one prompt; repeatable.")
 flags.DEFINE_string("suffix", None, "Fill in: write what comes between the prompt and this text.")
@@ -38,11 +41,13 @@ flags.DEFINE_string("profile", None, "Write a JAX trace of the generation to thi
 flags.DEFINE_bool("print_config", False, "Print every setting and where it came from, and exit.")
 flags.adopt_module_key_flags(entry)
 flags.adopt_module_key_flags(config)
+flags.adopt_module_key_flags(report)
 
 
 def main() -> None:
   asked = {**entry.sampling_settings(), **entry.constraint_settings()}
-  settings, origins = config.gather(asked | {"capacity": FLAGS.capacity, "truncate": FLAGS.truncate})
+  asked |= {"capacity": FLAGS.capacity, "truncate": FLAGS.truncate, **report.settings()}
+  settings, origins = config.gather(asked)
   if FLAGS.print_config:
     print(config.table(settings, origins))
     return
@@ -56,10 +61,11 @@ def main() -> None:
     else:
       results = lm.generate(prompts, **settings)
       write(results)
+  report.show(results)
   for result in results:
     report_problem(result)
   if FLAGS.output == "text":
-    print(figures(results), file=sys.stderr)
+    print(report.figures(results), file=sys.stderr)
 
 
 def read_prompts() -> list[Any]:
@@ -114,26 +120,6 @@ def report_problem(result: Any) -> None:
     print(f"warning: {why}; the text ends there", file=sys.stderr)
   if result.truncated == "context":
     print("warning: the context is full; the text was cut there", file=sys.stderr)
-
-
-def figures(results: list[Any]) -> str:
-  """One line of what it took; rates of several prompts are those of all together."""
-  from decoder.measure.machine import peak_memory
-
-  timings = [result.timings for result in results]
-  first, each = (max((getattr(t, name) or 0.0 for t in timings), default=0.0) for name in ("ttft_ms", "tpot_ms"))
-  read, new = sum(t.prompt_tokens for t in timings), sum(t.new_tokens for t in timings)
-  parts = [f"prompt {read} tokens"]
-  if first:
-    parts[0] += f", {1e3 * read / first:.0f} a second, first token after {first:.0f} ms"
-  parts.append(f"{new} new tokens")
-  if each:
-    parts[1] += f", {sum(t.tokens_per_s or 0 for t in timings):.1f} a second ({each:.1f} ms each)"
-  parts.append(f"peak memory {peak_memory() / 1e9:.2f} GB")
-  parts.append(f"loaded in {timings[0].load_s:.1f} s, compiled in {timings[0].compile_s:.1f} s")
-  if any(result.settings.temperature > 0 for result in results):
-    parts.append("seed " + ", ".join(str(result.seed) for result in results))
-  return " · ".join(parts)
 
 
 def profiler() -> Any:

@@ -22,10 +22,8 @@ FLOORS = {
   "training": 4,
   "serving": 5,
   "measure": 5,
-  **dict.fromkeys(
-    ("generation_config", "settings", "programs", "reader", "constrained", "guided", "decoding", "session", "generate"),
-    5,
-  ),
+  **dict.fromkeys(("settings", "result", "report", "programs", "prompts", "reader", "constrained", "guided"), 5),
+  **dict.fromkeys(("generation_config", "decoding", "session", "score", "view", "generate"), 5),
 }
 BANS = {"strategies": {"models"}, "models": {"strategies", "sharding"}}
 

@@ -37,7 +37,8 @@ def test_json_has_every_field_and_the_seed_reproduces_the_text(tiny, home):
   done = run("generate.py", *flags, "--prompt", "ab", "--prompt", "c", home=home)
   assert done.returncode == 0, done.stderr
   first, second = (json.loads(line) for line in done.stdout.splitlines())
-  fields = "text prompt_ids token_ids finish_reason stop_reason truncated seed settings timings"
+  fields = "text prompt_ids token_ids finish_reason stop_reason truncated seed settings timings sample"
+  fields += " logprobs prompt_logprobs explanation"
   assert set(first) == set(fields.split())
   timings = "load_s compile_s ttft_ms tpot_ms tokens_per_s prompt_tokens_per_s prompt_tokens new_tokens"
   assert set(first["timings"]) == set(timings.split())
@@ -58,6 +59,23 @@ def test_text_is_streamed_to_stdout_and_figures_go_to_stderr(tiny, home):
   assert line.startswith("prompt 5 tokens")
   assert "8 new tokens" in line
   assert "peak memory" in line
+
+
+def test_tokens_are_told_of_in_tables_json_and_html(tiny, home, tmp_path):
+  page = tmp_path / "tokens.html"
+  flags = ["--model", str(tiny), "--max_new_tokens", "4", "--ignore_eos", "--prompt", "ab"]
+  done = run("generate.py", *flags, "--logprobs", "2", "--explain", "--html", str(page), home=home)
+  assert done.returncode == 0, done.stderr
+  plain = run("generate.py", *flags, home=home)
+  table = done.stdout.removeprefix(plain.stdout)
+  assert len(table) < len(done.stdout)
+  assert [line.split()[0] for line in table.splitlines() if "rank" in line] == ["1", "2", "3", "4"]
+  assert table.count("temperature") == 4
+  assert page.read_text(encoding="utf-8").count('class="card"') == 4
+  told = run("generate.py", *flags, "--logprobs", "2", "--explain", "--output", "json", home=home)
+  plain = json.loads(told.stdout)
+  assert [len(one["alternatives"]) for one in plain["logprobs"]] == [2] * 4
+  assert len(plain["explanation"]) == 4
 
 
 def test_weights_in_few_bits_write_and_are_compared_with_float32(tiny, home, tmp_path):
@@ -131,6 +149,8 @@ def test_print_config_tells_where_each_setting_came_from(tmp_path, home):
     (["--min_p", "1.5"], "min_p must be"),
     (["--max_new_tokens", "-1"], "max_new_tokens must be"),
     (["--seed", "-1"], "seed must be"),
+    (["--logprobs", "-1"], "logprobs must be"),
+    (["--html", "no/such/folder/x.html"], "no such directory"),
     (["--stop", ""], "stop must be"),
     (["--regex", "a("], "regex cannot be used: invalid regex"),
     (["--json_schema", "{"], "json_schema is not JSON"),

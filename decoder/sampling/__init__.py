@@ -1,6 +1,16 @@
 """Logit transforms and samplers, written for one row (floor 2)."""
 
-from decoder.sampling.inspection import Drawn, Logprobs, Together, logprobs, nothing, processed_logprobs, raw_logprobs
+from decoder.sampling.inspection import (
+  Drawn,
+  Explained,
+  Logprobs,
+  Together,
+  explain,
+  logprobs,
+  nothing,
+  processed_logprobs,
+  raw_logprobs,
+)
 from decoder.sampling.masks import (
   allowed_tokens,
   bad_words,
@@ -25,6 +35,7 @@ from decoder.sampling.truncation import epsilon, eta, min_p, top_k, top_n_sigma,
 __all__ = [
   "Context",
   "Drawn",
+  "Explained",
   "LogitTransform",
   "Logprobs",
   "SamplingSettings",
@@ -38,6 +49,7 @@ __all__ = [
   "dynamic_temperature",
   "epsilon",
   "eta",
+  "explain",
   "forced_bos",
   "forced_eos",
   "frequency",

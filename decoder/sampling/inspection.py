@@ -1,4 +1,4 @@
-"""What can be told of a draw: log-probs, ranks, alternatives.
+"""What can be told of a draw: log-probs, ranks, alternatives, and what each transform did.
 
 An inspection is a pure function for one row, `Drawn -> pytree of fixed shapes`, that a strategy is given as a value and
 maps over its rows. Those here are compared by their fields, so that equal ones share a compilation. What a row did not
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from decoder.sampling.transforms import Context
+from decoder.sampling.selection import largest
+from decoder.sampling.transforms import Context, LogitTransform
 from decoder.types import Array
 
 
@@ -83,3 +84,40 @@ def logprobs(logits_V: Array, token: Array, number: int) -> Logprobs:
   before_V = (logits_V > mine) | ((logits_V == mine) & (ids_V < token))
   top_C, ids_C = lax.top_k(logits_V, min(number, logits_V.shape[0]))
   return Logprobs(mine - normaliser, 1 + jnp.sum(before_V, dtype=jnp.int32), ids_C, top_C - normaliser)
+
+
+class Explained(NamedTuple):
+  """What became of the vocabulary on the way to a draw, after the masks and after each link of the chain (K of them).
+
+  before: the drawn token's probability by the model. kept_K: tokens that are possible. removed_K: that were and are
+  no longer. best_removed_K: whether the most probable before is one of these. probability_K: of the drawn token.
+  """
+
+  before: Array
+  kept_K: Array
+  removed_K: Array
+  best_removed_K: Array
+  probability_K: Array
+
+
+class _Explain(NamedTuple):
+  """Takes a chain's update apart; compared by it."""
+
+  update: Any
+
+  def __call__(self, drawn: Drawn) -> Explained:
+    rows = []
+    before_V = drawn.raw_V
+    for after_V in (drawn.offered_V, *self.update.steps(drawn.offered_V, drawn.settings, drawn.context)):
+      possible_V = after_V > -jnp.inf
+      removed_V = (before_V > -jnp.inf) & ~possible_V
+      best_removed = removed_V[largest(before_V)]
+      probability = jax.nn.softmax(after_V)[drawn.token]
+      rows.append((jnp.sum(possible_V), jnp.sum(removed_V), best_removed, probability))
+      before_V = after_V
+    return Explained(jax.nn.softmax(drawn.raw_V)[drawn.token], *(jnp.stack(column) for column in zip(*rows)))
+
+
+def explain(chain: LogitTransform) -> Callable[[Drawn], Explained]:
+  """What each link of the chain did, by running them one by one."""
+  return _Explain(chain.update)

@@ -73,8 +73,9 @@ class Skipped(NamedTuple):
     return only_if(self.active(state), once, logits_V, state, context.length, words)
 
   @property
-  def __name__(self) -> str:
-    return self.change.__name__.strip("_")
+  def name(self) -> str:
+    """What the transform is called."""
+    return self.change.__name__
 
 
 class _Update(NamedTuple):
@@ -153,7 +154,8 @@ def _changed(change: Callable, logits_V: Array, state: Any, context: Context) ->
 
 
 def _name(change: Callable) -> str:
-  return getattr(change, "__name__", str(change)).strip("_")
+  name = change.name if isinstance(change, Skipped) else getattr(change, "__name__", str(change))
+  return name.strip("_")
 
 
 def check(name: str, value: Any, good: Callable[[Any], bool], want: str) -> None:

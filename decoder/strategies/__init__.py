@@ -3,12 +3,15 @@
 from decoder.strategies.autoregressive import Finish, State, autoregressive, init, pending, release
 from decoder.strategies.guidance import GuidedCache, guided, read_negative
 from decoder.strategies.loop import run, stream
+from decoder.strategies.telling import Told, forward_telling
 
 __all__ = [
   "Finish",
   "GuidedCache",
   "State",
+  "Told",
   "autoregressive",
+  "forward_telling",
   "guided",
   "init",
   "pending",

@@ -67,10 +67,7 @@ def autoregressive(
 
   def forward(params: Params, state: State) -> tuple[State, Array]:
     features_BTD, cache = model.forward(params, state.tokens_BT, state.positions_BT, state.cache)
-    # A row's last pending token; padding (NONE) follows it and may not exceed it.
-    last_B = jnp.argmax(state.positions_BT, axis=1)
-    features_BD = jnp.take_along_axis(features_BTD, last_B[:, None, None], axis=1)[:, 0]
-    return state.replace(cache=cache), features_BD
+    return state.replace(cache=cache), last_features(features_BTD, state.positions_BT)
 
   def draw(params: Params, state: State, features_BD: Array, allowed_BV: Array | None = None) -> tuple[State, Emission]:
     raw_BV = model.head(params, features_BD).astype(jnp.float32)  # f32: probabilities of rare tokens
@@ -119,6 +116,12 @@ def pending(state: State, start_B: Array, size: int) -> State:
   positions_BT = jnp.where(there, positions_BT, NONE)
   tokens_BT = jnp.take_along_axis(state.context_BL, jnp.maximum(positions_BT, 0), axis=1)
   return state.replace(tokens_BT=tokens_BT, positions_BT=positions_BT)
+
+
+def last_features(features_BTD: Array, positions_BT: Array) -> Array:
+  """The features of each row's last pending token; padding (NONE) follows it and may not exceed it."""
+  last_B = jnp.argmax(positions_BT, axis=1)
+  return jnp.take_along_axis(features_BTD, last_B[:, None, None], axis=1)[:, 0]
 
 
 def release(state: State, rows_B: Array) -> State:

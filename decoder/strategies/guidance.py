@@ -16,6 +16,8 @@ from decoder.types import NONE, Array, Model, Params
 
 _FLOOR = -1e4  # a log-prob below it counts as it: the difference of two that are −inf would be NaN
 
+_ROWS = ("extent_B", "prompt_B", "shift_B", "scale_B", "features_BD")  # of a GuidedCache, besides the cache
+
 
 @struct.dataclass
 class GuidedCache:
@@ -56,12 +58,16 @@ class GuidedCache:
     second_B = jnp.maximum(length_B, self.prompt_B) - self.shift_B
     return self.replace(cache=self.cache.truncate(jnp.concatenate([length_B, second_B])))
 
+  def select(self, rows_R: Array) -> "GuidedCache":
+    """Row r becomes row rows_R[r], with its negative prompt."""
+    both_E = jnp.concatenate([rows_R, rows_R + self.batch])
+    return self.replace(cache=self.cache.select(both_E), **{name: getattr(self, name)[rows_R] for name in _ROWS})
+
   def insert(self, rows_R: Array, other: "GuidedCache") -> "GuidedCache":
     """Row r of `other` replaces row rows_R[r]; rows_R ≥ B are dropped."""
     there_R = rows_R < self.batch
     both = [jnp.where(there_R, rows_R + start, 2 * self.batch) for start in (0, self.batch)]
-    fields = ("extent_B", "prompt_B", "shift_B", "scale_B", "features_BD")
-    changed = {n: getattr(self, n).at[rows_R].set(getattr(other, n), mode="drop") for n in fields}
+    changed = {n: getattr(self, n).at[rows_R].set(getattr(other, n), mode="drop") for n in _ROWS}
     return self.replace(cache=self.cache.insert(jnp.concatenate(both), other.cache), **changed)
 
 

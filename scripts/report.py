@@ -1,0 +1,52 @@
+"""What is said of a generation besides its text: figures, log-probs, explanations, an HTML view."""
+
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+  flags.DEFINE_integer("logprobs", None, "Print each token's log-prob and rank, and so many alternatives.")
+  flags.DEFINE_bool("explain", False, "Print for each token what each transform did.")
+  flags.DEFINE_string("html", None, "Write tokens coloured by probability, with alternatives, to this file.")
+
+
+def settings() -> dict[str, Any]:
+  """The keywords of `decoder.Settings` that these flags give."""
+  if FLAGS.html is not None and not Path(FLAGS.html).expanduser().absolute().parent.is_dir():
+    raise ValueError(f"--html {FLAGS.html}: there is no such directory; make it first")
+  alternatives = 5 if FLAGS.logprobs is None and FLAGS.html is not None else FLAGS.logprobs
+  return {"logprobs": alternatives, "explain": FLAGS.explain}
+
+
+def show(results: list[Any]) -> None:
+  """Prints and writes what was asked; in JSON it is part of the objects."""
+  from decoder.view import show as view
+
+  if FLAGS.output == "text" and (FLAGS.logprobs is not None or FLAGS.explain):
+    print(view(results), flush=True)
+  if FLAGS.html is not None:
+    Path(FLAGS.html).expanduser().write_text(view(results).page(), encoding="utf-8")
+
+
+def figures(results: list[Any]) -> str:
+  """One line of what it took; rates of several prompts are those of all together."""
+  from decoder.measure.machine import peak_memory
+
+  timings = [result.timings for result in results]
+  first, each = (max((getattr(t, name) or 0.0 for t in timings), default=0.0) for name in ("ttft_ms", "tpot_ms"))
+  read, new = sum(t.prompt_tokens for t in timings), sum(t.new_tokens for t in timings)
+  parts = [f"prompt {read} tokens"]
+  if first:
+    parts[0] += f", {1e3 * read / first:.0f} a second, first token after {first:.0f} ms"
+  parts.append(f"{new} new tokens")
+  if each:
+    parts[1] += f", {sum(t.tokens_per_s or 0 for t in timings):.1f} a second ({each:.1f} ms each)"
+  parts.append(f"peak memory {peak_memory() / 1e9:.2f} GB")
+  parts.append(f"loaded in {timings[0].load_s:.1f} s, compiled in {timings[0].compile_s:.1f} s")
+  if any(result.settings.temperature > 0 for result in results):
+    parts.append("seed " + ", ".join(str(result.seed) for result in results))
+  return " · ".join(parts)

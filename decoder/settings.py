@@ -70,13 +70,13 @@ class Settings(SamplingSettings):
   def __post_init__(self) -> None:
     _whole("max_new_tokens", self.max_new_tokens, 0, None)
     _whole("seed", self.seed, 0, 2**32 - 1)
-    _whole("n", self.n, 1, None)
+    _whole("n", self.n, 1, 1024)  # rows of one batch; more is a slip, and would not end
     _whole("capacity", self.capacity, 1, None)
     super().__post_init__()
     if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
       raise ValueError(f"min_new_tokens {self.min_new_tokens} > max_new_tokens {self.max_new_tokens}; lower one")
     _whole("logprobs", self.logprobs, 0, MOST_ALTERNATIVES)
-    _whole("best_of", self.best_of, self.n, None)
+    _whole("best_of", self.best_of, self.n, 1024)
     if self.samples > 1 and self.temperature == 0:
       name = "n" if self.best_of is None else "best_of"
       raise ValueError(f"{name}={self.samples} samples at temperature 0 would all be the same; set temperature above 0")

@@ -236,6 +236,19 @@ def test_other_impossible_requests_say_what_to_do(lm):
     uniform().generate([1], stop="x")
 
 
+def test_C73_C74_one_bos_or_none_and_an_empty_prompt(lm):
+  one = dict(max_new_tokens=1)
+  assert lm.generate("", **one).prompt_ids == (Letters.BOS,)
+  assert lm.generate("AB", **one).prompt_ids == (Letters.BOS, 0, 1)
+  assert lm.generate("AB", add_bos=False, **one).prompt_ids == (0, 1)
+  assert lm.generate([0, 1], **one).prompt_ids == (0, 1), "ids are taken as they are"
+  with pytest.raises(ValueError, match="the prompt is empty"):
+    lm.generate("", add_bos=False)
+  with pytest.raises(ValueError, match="at least one"):
+    lm.generate([[1], []])
+  assert lm.generate("AB", **one).finish_reason == "length", "the next request is served"
+
+
 def test_C75_a_prompt_beyond_the_context_names_both_numbers():
   lm = five()
   for length in (256, 300):

@@ -94,6 +94,57 @@ def test_stop_token_ids_that_are_none_are_refused(hello, ids):
     hello.generate("AB", stop_token_ids=ids)
 
 
+def test_c54_no_end_id_of_any_source_before_min_new_tokens(voice):
+  lm = voice([Letters.EOS, 9, Letters.EOS, 9, 9, Letters.EOS])
+  early = lm.generate("AB")
+  assert (early.token_ids, early.stop_reason) == ((), Letters.EOS), "negative control"
+  late = lm.generate("AB", min_new_tokens=5)
+  assert not {Letters.EOS} & set(late.token_ids[:5])
+  assert (len(late.token_ids), late.stop_reason) == (5, Letters.EOS)
+  for changes in ({"stop_token_ids": [9]}, {"stop_token_ids": [9, 3], "ignore_eos": True, "max_new_tokens": 9}):
+    result = lm.generate("AB", min_new_tokens=2, **changes)
+    assert len(result.token_ids) >= 2
+    assert not {9, 3} & set(result.token_ids[:2])
+  bare = Letters.build(**{f"tokenizer.ggml.{name}": None for name in ("eos_token_id", "bos_token_id", "add_bos_token")})
+  assert bare.eos_ids == ()
+  of_config = facade(*script_lm([1, 7, 1, 7], 3, size=62), bare, {"eos_token_id": [1, 7]})
+  five = of_config.generate([2, 2, 2], min_new_tokens=5, max_new_tokens=8)
+  assert not {1, 7} & set(five.token_ids[:5])
+  assert of_config.generate([2, 2, 2]).stop_reason == 1
+
+
+def test_c54_stop_strings_and_dedents_wait_as_well(voice):
+  lm = voice([0, 1, 0, 1, 0, 1, Letters.EOS])
+  for least, text in ((0, ""), (1, ""), (2, "AB"), (3, "AB"), (4, "ABAB")):
+    result = lm.generate("AB", stop=["AB"], min_new_tokens=least)
+    assert (result.text, result.stop_reason) == (text, "AB")
+    stream = lm.stream("AB", stop=["AB"], min_new_tokens=least)
+    assert "".join(stream) == text == stream.result.text
+  assert lm.generate("AB", stop=["AB"], min_new_tokens=6).stop_reason == Letters.EOS
+
+
+def test_c61_what_was_held_back_is_there_however_the_text_ends(voice):
+  lm = voice([*HELLO, Letters.EOS])
+  for changes, text in (({"max_new_tokens": 3}, "HEL"), ({"stop_token_ids": [OH]}, "HELL"), ({}, "HELLO")):
+    stream = lm.stream("AB", stop=["HELLO!"], **changes)
+    assert "".join(stream) == stream.result.text == text
+  stream = lm.stream("AB", stop=["LOVE"])
+  written = next(stream)
+  stream.cancel()
+  written += "".join(stream)
+  assert stream.result.text == written
+  assert "HELLO".startswith(written)
+
+
+def test_c78_a_shift_of_the_context_is_not_offered_and_its_end_is_told(voice):
+  lm = voice(HELLO * 60)
+  result = lm.generate("AB", max_new_tokens=200, capacity=32)
+  assert (len(result.token_ids), result.finish_reason, result.truncated) == (29, "length", "context")
+  for name in ("context_shift", "n_keep", "sinks"):
+    with pytest.raises(ValueError, match=f"unknown setting '{name}'"):
+      lm.generate("AB", **{name: 4})
+
+
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "1", True])
 def test_a_max_time_that_is_none_is_refused(seconds):
   with pytest.raises(ValueError, match="max_time must be") as error:

@@ -107,6 +107,30 @@ def test_c64_which_stop_fired_and_whether_it_stays():
   assert run(["ab", "c#", "##d"], ["zz", "###"]) == (["ab", "c", "", ""], "###")
 
 
+@pytest.mark.parametrize(
+  ("early", "later", "text", "fired"),
+  [
+    ("ab", "cd", "abcd", None),
+    ("xa", "b", "x", "ab"),  # begun early, completed later
+    ("abab", "abx", "abab", "ab"),
+    ("ab", "", "ab", None),
+    ("a", "a", "aa", None),
+  ],
+)
+def test_c54_a_stop_completed_too_early_passes(early, later, text, fired):
+  for deltas in splits(early):
+    cutter = Stops(["ab"])
+    pieces = [cutter.feed(delta, match=False)[0] for delta in deltas]
+    last, got = cutter.feed(later)
+    assert ("".join([*pieces, last, cutter.finish()]), got) == (text, fired)
+
+
+def test_c54_a_stop_within_what_is_held_for_a_longer_one_has_passed_too():
+  cutter = Stops(["abcd", "bc"])
+  assert cutter.feed("abc", match=False) == ("", None)
+  assert cutter.feed("x") == ("abcx", None)
+
+
 def test_after_a_stop_nothing_more_comes():
   cutter = Stops(["#"])
   assert cutter.feed("a#b") == ("a", "#")

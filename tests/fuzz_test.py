@@ -1,0 +1,188 @@
+"""Any combination of settings runs, or is refused with a message that names one of them: no crash, NaN or hang."""
+
+import dataclasses
+import math
+import random
+import re
+import signal
+
+import pytest
+from fixtures import Letters, facade, rand_lm
+
+from decoder import Infill, Settings
+
+SECONDS = 120  # of one case, with what it may have to compile on a busy machine; only a hang comes near
+
+# Values by setting: the first few make sense, the rest mostly do not.
+GOOD = {
+  "temperature": (0.0, 0.7, 1.0, 1e-3, 50.0),
+  "top_k": (None, 0, -1, 1, 5, 10**6),
+  "top_p": (None, 1.0, 0.5, 1e-6),
+  "min_p": (None, 0.0, 0.1, 1.0),
+  "typical_p": (None, 0.5),
+  "epsilon_cutoff": (None, 0.01),
+  "eta_cutoff": (None, 0.01),
+  "top_n_sigma": (None, 1.0),
+  "xtc_probability": (0.0, 0.5, 1.0),
+  "xtc_threshold": (0.1, 0.5),
+  "mirostat_tau": (None, 3.0),
+  "mirostat_eta": (0.1, 1.0),
+  "dynatemp_range": (0.0, 0.3),
+  "dynatemp_exponent": (1.0, 2.0),
+  "repetition_penalty": (1.0, 1.3, 0.5),
+  "repetition_scope": (None, "all", "output", 4),
+  "presence_penalty": (0.0, 0.5, -0.5),
+  "frequency_penalty": (0.0, 0.5),
+  "penalty_scope": (None, "all", 3),
+  "dry_multiplier": (0.0, 0.8),
+  "dry_base": (1.75, 1.1),
+  "dry_allowed_length": (2, 1),
+  "dry_scope": ("all", 8),
+  "dry_breakers": ((), (1, 2)),
+  "no_repeat_ngram_size": (None, 0, 2),
+  "logit_bias": ({}, {3: 5.0}, {3: -100.0, 4: 1}),
+  "sequence_bias": ({}, {(1, 2): -3.0}),
+  "bad_words": ((), [[1], [2, 3]]),
+  "allowed_tokens": (None, [1, 2, 3, 60, 61]),
+  "suppress_tokens": ((), [4, 5]),
+  "begin_suppress_tokens": ((), [61, 7]),
+  "min_new_tokens": (0, 2, 5),
+  "forced_bos": (None, 9),
+  "forced_eos": (None, 61),
+  "length_decay": (None, (1, 1.5)),
+  "preset": (None,),
+  "guidance_scale": (1.0,),
+  "negative_prompt": (None,),
+  "max_new_tokens": (0, 1, 6, 9),
+  "seed": (None, 0, 7, 2**32 - 1),
+  "n": (1,),
+  "stop": ((), "A", ("AB", "c"), ["~"]),
+  "stop_token_ids": ((), [5], (60, 61)),
+  "include_stop": (False, True),
+  "stop_at_dedent": (False, True),
+  "ignore_eos": (False, True),
+  "max_time": (None, 30.0, 1e-6),
+  "detokenize": (True, False),
+  "add_bos": (None, True, False),
+  "truncate": (None, "left", "middle"),
+  "capacity": (16,),
+  "logprobs": (None,),
+  "logprobs_mode": ("raw", "processed"),
+  "prompt_logprobs": (False,),
+  "best_of": (None,),
+  "explain": (False,),
+}
+# Each of these is another program to compile.
+SLOW = {
+  **GOOD,
+  "n": (1, 1, 2),
+  "best_of": (None, None, 3),
+  "logprobs": (None, 0, 2),
+  "prompt_logprobs": (False, True),
+  "explain": (False, True),
+  "guidance_scale": (1.0, 1.5),
+}
+BAD = (
+  None, -1, -3, 0, 2, 1.5, math.nan, math.inf, -math.inf, 1e300, 2**40, True, False, "", "warm", b"x", (), [], [[]], {},
+  [1.5], ["a", 3], {"a": 1}, {1: math.nan}, {1: "x"}, {99: 1.0}, [99], [[99]], [-1], (1, 2, 3), object(),
+)  # fmt: skip
+PROMPTS = ("ABC", "", [1, 2, 3], "x" * 20, [64], Infill("A", "B"), "a\n  b")
+
+
+def draw_settings(rng, bad, values):
+  """A few settings that make sense alone, and `bad` more with any value."""
+  names = list(values)
+  chosen = {name: rng.choice(values[name]) for name in rng.sample(names, rng.randint(0, 8))}
+  chosen.update((name, rng.choice(BAD)) for name in rng.sample(names, bad))
+  return {"capacity": 16, "max_new_tokens": 6, "temperature": 0.8, **chosen}
+
+
+def check(result):
+  """What holds of every result."""
+  settings = result.settings
+  assert result.finish_reason in ("stop", "length", "time", "error", "cancelled")
+  assert len(result.token_ids) <= settings.max_new_tokens if settings.max_new_tokens is not None else True
+  assert all(0 <= token < 62 for token in result.token_ids)
+  assert "\ufffd" not in result.text
+  if result.finish_reason == "error":  # everything masked, never a number that is none
+    masks = ("allowed_tokens", "suppress_tokens", "bad_words", "begin_suppress_tokens", "no_repeat_ngram_size",
+             "min_new_tokens", "logit_bias", "sequence_bias", "forced_bos", "forced_eos")  # fmt: skip
+    assert any(getattr(settings, name) for name in masks), settings
+
+
+def one_case(lm, rng, rows, values):
+  """Runs a case; the message if it was refused, else None."""
+  wrong = rng.choice((0, 0, 0, 1, 2))
+  asked = [draw_settings(rng, wrong if row == 0 else 0, values) for row in range(rows)]
+  prompts = [rng.choice(PROMPTS) if rng.random() < 0.1 else "ABC" for _ in range(rows)]
+  try:
+    if rows == 1 and rng.random() < 0.5:
+      stream = lm.stream(prompts[0], **asked[0])
+      assert "".join(stream) == stream.result.text
+      check(stream.result)
+      return None
+    for got in lm.generate(prompts, [Settings(**one) for one in asked]):
+      for result in got if isinstance(got, list) else [got]:
+        check(result)
+  except ValueError as error:
+    return str(error)
+  return None
+
+
+SAID = (*(f.name for f in dataclasses.fields(Settings)), "prompt", "context", "stop strings", "filling in the middle")
+
+
+def names_a_setting(message):
+  return re.search(rf"\b({'|'.join(SAID)})\b", message) is not None
+
+
+@pytest.fixture(scope="module")
+def model():
+  return facade(*rand_lm(), Letters.build())
+
+
+def hang(number, frame):
+  raise TimeoutError(f"a case took more than {SECONDS} s")
+
+
+def run_cases(lm, numbers, rows, values):
+  """Cases of this many rows, 1 streamed; the numbers of those that were refused."""
+  refused, before = [], signal.signal(signal.SIGALRM, hang)
+  try:
+    for number in numbers:
+      signal.alarm(SECONDS)
+      told = one_case(lm, random.Random(number), rows, values)
+      if told is not None:
+        assert names_a_setting(told), (number, told)
+        refused.append(number)
+      signal.alarm(0)
+  finally:
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+  return refused
+
+
+def test_combinations_run_or_are_refused_by_name(model):
+  refused = run_cases(model, range(150), 3, GOOD)
+  assert 20 < len(refused) < 140
+
+
+@pytest.mark.slow
+def test_two_thousand_combinations_run_or_are_refused_by_name(model):
+  for start, rows in ((0, 1), (1000, 3)):
+    refused = run_cases(model, range(start, start + 1000), rows, SLOW)
+    assert 100 < len(refused) < 950
+
+
+def test_the_message_check_tells_names_from_none():
+  """Negative control."""
+  assert not names_a_setting("could not broadcast shapes")
+  assert not names_a_setting("stopping at the top")
+  assert names_a_setting("top_k must be an integer")
+
+
+def test_every_setting_is_drawn():
+  """A new setting belongs into the table, or is one of those that the table leaves out on purpose."""
+  left_out = {"transforms", "order", "json_schema", "regex", "grammar", "choice"}
+  missing = {f.name for f in dataclasses.fields(Settings)} - set(GOOD) - left_out
+  assert not missing

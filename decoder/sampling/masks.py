@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decoder.sampling.penalties import Scope, begin, encoded, not_one
-from decoder.sampling.transforms import Context, LogitTransform, Skipped, check
+from decoder.sampling.transforms import Added, Context, LogitTransform, Skipped, check
 from decoder.types import NONE, Array
 
 _IDS = 128  # room for so many ids at least
@@ -29,40 +29,38 @@ def allowed_tokens(ids: Sequence[int] | None) -> LogitTransform:
 def suppress(ids: Sequence[int]) -> LogitTransform:
   """Forbids these tokens."""
   state = padded_ids("suppress_tokens", ids)
-  return LogitTransform(lambda: state, Skipped(any_ids, _suppress))
+  return LogitTransform(lambda: state, Added(any_ids, _suppress))
 
 
 def begin_suppress(ids: Sequence[int]) -> LogitTransform:
   """Forbids these as the first token that is written."""
   state = padded_ids("begin_suppress_tokens", ids)
-  return LogitTransform(lambda: state, Skipped(any_ids, _begin_suppress))
+  return LogitTransform(lambda: state, Added(any_ids, _begin_suppress))
 
 
 def logit_bias(bias: Mapping[int, float]) -> LogitTransform:
   """Adds to the logits of these ids."""
   ids_N = padded_ids("logit_bias", tuple(bias))
-  return LogitTransform(
-    lambda: (ids_N, _biases("logit_bias", bias, ids_N.shape[0])), Skipped(any_first_ids, _logit_bias)
-  )
+  return LogitTransform(lambda: (ids_N, _biases("logit_bias", bias, ids_N.shape[0])), Added(any_first_ids, _logit_bias))
 
 
 def sequence_bias(bias: Mapping[Sequence[int], float]) -> LogitTransform:
   """Adds to the logit of a sequence's last token where the row ends with the tokens before it."""
   sequences_NM = padded_sequences("sequence_bias", tuple(bias))
   state = (sequences_NM, _biases("sequence_bias", bias, sequences_NM.shape[0]))
-  return LogitTransform(lambda: state, Skipped(any_first_ids, _sequence_bias))
+  return LogitTransform(lambda: state, Added(any_first_ids, _sequence_bias))
 
 
 def bad_words(sequences: Sequence[Sequence[int]], within: Scope = "all") -> LogitTransform:
   """Forbids the last token of each sequence where the row, or that part of it, ends with the tokens before it."""
   state = (padded_sequences("bad_words", sequences), encoded("bad_words_scope", within))
-  return LogitTransform(lambda: state, Skipped(any_first_ids, _bad_words))
+  return LogitTransform(lambda: state, Added(any_first_ids, _bad_words))
 
 
 def min_new_tokens(number: int) -> LogitTransform:
   """Forbids every id that ends the row until so many tokens are written."""
   check("min_new_tokens", number, lambda n: n % 1 == 0 and 0 <= n < 2**31, "an integer ≥ 0")
-  return LogitTransform(lambda: np.int32(number), Skipped(_some, _min_new_tokens))
+  return LogitTransform(lambda: np.int32(number), Added(_some, _min_new_tokens))
 
 
 def forced_bos(token: int | None) -> LogitTransform:
@@ -142,31 +140,29 @@ def _an_id(token: Array) -> Array:
   return token >= 0
 
 
-def _there(ids: Array, size: int) -> Array:
-  """Ids as places to scatter to; NONE is beyond the end, and dropped."""
-  return jnp.where(ids < 0, size, ids)
-
-
 def _among(ids_N: Array, size: int) -> Array:
   """Whether each token is listed."""
-  return jnp.zeros(size, bool).at[_there(ids_N, size)].set(True, mode="drop")
+  return jnp.zeros(size, bool).at[jnp.where(ids_N < 0, size, ids_N)].set(True, mode="drop")
 
 
 def _allowed_tokens(logits_V: Array, ids_N: Array, context: Context) -> Array:
   return jnp.where(_among(ids_N, logits_V.shape[0]), logits_V, -jnp.inf)
 
 
-def _suppress(logits_V: Array, ids_N: Array, context: Context) -> Array:
-  return logits_V.at[_there(ids_N, logits_V.shape[0])].set(-jnp.inf, mode="drop")
+def _banned(ids_N: Array) -> tuple[Array, Array]:
+  return ids_N, jnp.full(ids_N.shape, -jnp.inf, jnp.float32)
 
 
-def _begin_suppress(logits_V: Array, ids_N: Array, context: Context) -> Array:
-  return _suppress(logits_V, jnp.where(context.length == context.prompt, ids_N, NONE), context)
+def _suppress(ids_N: Array, context: Context) -> tuple[Array, Array]:
+  return _banned(ids_N)
 
 
-def _logit_bias(logits_V: Array, state: tuple, context: Context) -> Array:
-  ids_N, bias_N = state
-  return logits_V.at[_there(ids_N, logits_V.shape[0])].add(bias_N, mode="drop")
+def _begin_suppress(ids_N: Array, context: Context) -> tuple[Array, Array]:
+  return _banned(jnp.where(context.length == context.prompt, ids_N, NONE))
+
+
+def _logit_bias(state: tuple, context: Context) -> tuple[Array, Array]:
+  return state
 
 
 def _completing(sequences_NM: Array, context: Context, start: Array | int = 0) -> Array:
@@ -181,19 +177,19 @@ def _completing(sequences_NM: Array, context: Context, start: Array | int = 0) -
   return jnp.where(jnp.all(agree_NM, axis=1) & (size_N > 0), last_N, NONE)
 
 
-def _sequence_bias(logits_V: Array, state: tuple, context: Context) -> Array:
+def _sequence_bias(state: tuple, context: Context) -> tuple[Array, Array]:
   sequences_NM, bias_N = state
-  return _logit_bias(logits_V, (_completing(sequences_NM, context), bias_N), context)
+  return _completing(sequences_NM, context), bias_N
 
 
-def _bad_words(logits_V: Array, state: tuple, context: Context) -> Array:
+def _bad_words(state: tuple, context: Context) -> tuple[Array, Array]:
   sequences_NM, within = state
-  return _suppress(logits_V, _completing(sequences_NM, context, begin(within, context)), context)
+  return _banned(_completing(sequences_NM, context, begin(within, context)))
 
 
-def _min_new_tokens(logits_V: Array, number: Array, context: Context) -> Array:
+def _min_new_tokens(number: Array, context: Context) -> tuple[Array, Array]:
   early = context.length - context.prompt < number
-  return _suppress(logits_V, jnp.where(early, context.ends_E, NONE), context)
+  return _banned(jnp.where(early, context.ends_E, NONE))
 
 
 def _force(logits_V: Array, token: Array, now: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from decoder.sampling import masks, penalties, repeats, rules, temperature, truncation
 from decoder.sampling.mirostat import mirostat
-from decoder.sampling.transforms import LogitTransform, Skipped, skipped_together
+from decoder.sampling.transforms import Added, LogitTransform, Skipped, skipped_together
 
 
 class Link(NamedTuple):
@@ -76,24 +76,30 @@ LINKS = {
 }  # fmt: skip
 
 ORDER = (
-  "allowed_tokens", "logit_bias", "sequence_bias", "bad_words", "suppress", "begin_suppress", "no_repeat_ngram",
-  "min_new_tokens", "repetition", "presence", "frequency", "dry", "length_decay", "forced_bos", "forced_eos",
+  "allowed_tokens", "logit_bias", "sequence_bias", "bad_words", "suppress", "begin_suppress", "min_new_tokens",
+  "no_repeat_ngram", "repetition", "presence", "frequency", "dry", "length_decay", "forced_bos", "forced_eos",
   "dynamic_temperature", "temperature", "top_k", "top_p", "min_p", "typical", "epsilon", "eta", "top_n_sigma", "xtc",
   "mirostat",
 )  # fmt: skip
 
+# Those that know tokens by their logits alone.
+_BY_VALUE = (
+  "dynamic_temperature", "typical", "typical_with_ties", "typical_beyond", "epsilon", "eta", "top_n_sigma", "xtc",
+  "xtc_above", "mirostat",
+)  # fmt: skip
 _PLAIN = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
 def build(order: Sequence[str], settings: Mapping[str, Any], full: bool) -> list[LogitTransform]:
   """The links of this order with these settings' numbers: all of them, or those of plain requests only."""
   links: list[LogitTransform] = []
-  for plain, names in itertools.groupby(order, _is_plain):
+  for plain, run in itertools.groupby(order, _is_plain):
+    names = list(run)
     transforms = [made(name, settings) for name in names]
     if plain:
       links += transforms
     elif full:
-      links.append(skipped_together(*transforms))
+      links.append(skipped_together(*transforms, by_id=not all(name in _BY_VALUE for name in names)))
   return links
 
 
@@ -123,9 +129,9 @@ def check_order(order: Sequence[str], what: str, settings: Mapping[str, Any]) ->
   for setting in governing:
     if governing.count(setting) > 1:
       raise ValueError(f"{what} obeys {setting} twice; leave one of the transforms out")
-  for name in used(ORDER, settings):
-    if LINKS[name].settings[0] not in governing:
-      raise ValueError(f"{what} has no transform for {LINKS[name].settings[0]}, which is set; add {name!r} or unset it")
+  missing = [name for name in ORDER if LINKS[name].settings[0] not in governing]
+  for name in used(missing, settings):
+    raise ValueError(f"{what} has no transform for {LINKS[name].settings[0]}, which is set; add {name!r} or unset it")
 
 
 def _is_plain(name: str) -> bool:
@@ -133,4 +139,4 @@ def _is_plain(name: str) -> bool:
 
 
 def _is_on(link: LogitTransform) -> bool:
-  return not isinstance(link.update, Skipped) or bool(link.update.active(link.init()))
+  return not isinstance(link.update, Skipped | Added) or bool(link.update.active(link.init()))

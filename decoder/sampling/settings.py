@@ -24,9 +24,10 @@ class SamplingSettings:
   frequency_penalty on those of the output (0: off); repetition_scope and penalty_scope change where they look: 'all',
   'output' or a number of last tokens. dry_multiplier (0: off) with dry_base, dry_allowed_length, dry_scope and
   dry_breakers (ids); no_repeat_ngram_size (None, 0: off).
-  By id: logit_bias {id: number}; sequence_bias {(id, …): number}; bad_words [[id, …], …]; allowed_tokens (None: all);
-  suppress_tokens; begin_suppress_tokens, for the first token only; min_new_tokens before any end id; forced_bos, the
-  first token; forced_eos, the last before the limit; length_decay (tokens, factor), which makes ends likelier.
+  By id: logit_bias {id: number} and sequence_bias {(id, …): number}, or pairs; bad_words [[id, …], …]; allowed_tokens
+  (None: all); suppress_tokens; begin_suppress_tokens, for the first token only; min_new_tokens before any end id;
+  forced_bos, the first token; forced_eos, the last before the limit; length_decay (tokens, factor), which makes ends
+  likelier.
   order: names of `decoder.sampling.orders.LINKS`, in another order than ours; preset: 'hf', 'vllm', 'llamacpp' or
   'mlx', the order and the rules of that library. One compilation each.
   transforms: LogitTransforms of your own, applied first, on the model's float32 logits; make them once, since programs
@@ -141,12 +142,9 @@ class SamplingSettings:
       if value is not None:
         object.__setattr__(self, name, tuple(_listed(name, value)))
     object.__setattr__(self, "bad_words", tuple(tuple(_listed("bad_words", word)) for word in self.bad_words))
-    for name in ("logit_bias", "sequence_bias"):
-      if not isinstance(getattr(self, name), Mapping):
-        raise ValueError(f"{name} must be a mapping to numbers, got {getattr(self, name)!r}")
-    object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-    tuples = {tuple(_listed("sequence_bias", one)): number for one, number in self.sequence_bias.items()}
-    object.__setattr__(self, "sequence_bias", tuples)
+    object.__setattr__(self, "logit_bias", dict(_pairs("logit_bias", self.logit_bias)))
+    pairs = _pairs("sequence_bias", self.sequence_bias)
+    object.__setattr__(self, "sequence_bias", {tuple(_listed("sequence_bias", one)): number for one, number in pairs})
     decay = self.length_decay
     if decay is not None and (not isinstance(decay, list | tuple) or len(decay) != 2):
       raise ValueError(f"length_decay must be (tokens, factor) or None, got {decay!r}")
@@ -178,6 +176,13 @@ def plain(value: Any) -> Any:
     named = all(isinstance(key, str) for key in value)  # JSON has no others
     return dict(value) if named else [[plain(key), number] for key, number in value.items()]
   return [plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
+  pairs = list(value.items()) if isinstance(value, Mapping) else value
+  if not isinstance(pairs, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in pairs):
+    raise ValueError(f"{name} must be a mapping to numbers, or a list of pairs, got {value!r}")
+  return list(pairs)
 
 
 def _listed(name: str, value: Any) -> Sequence:

@@ -6,15 +6,16 @@ are float32; ids ≥ the tokenizer's size and whatever was masked before already
 transforms share: the protocol, `chain`, and how those that no row uses are skipped.
 """
 
+import itertools
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decoder.sampling.selection import only_if
+from decoder.sampling.selection import FEW, head, only_if
 from decoder.types import Array, Key
 
 
@@ -78,14 +79,45 @@ class Skipped(NamedTuple):
     return self.change.__name__
 
 
+class Added(NamedTuple):
+  """An update that adds to the logits of some ids, −inf to forbid them; skipped like `Skipped`. additions: (state,
+  context) -> (ids_N, bias_N); an id of NONE is none. Several in a row are added at once."""
+
+  active: Callable[[Any], Array]
+  additions: Callable[[Any, Context], tuple[Array, Array]]
+
+  def __call__(self, logits_V: Array, state: Any, context: Context) -> Array:
+    return _add((self,), logits_V, (state,), context)
+
+  @property
+  def __name__(self) -> str:
+    return self.additions.__name__.strip("_")
+
+
+def _add(links: Sequence[Added], logits_V: Array, states: tuple, context: Context) -> Array:
+  def once(logits_V: Array, states: tuple, length: Array) -> Array:
+    row = context._replace(length=length, key=None)
+    added = [link.additions(state, row) for link, state in zip(links, states)]
+    ids_N, bias_N = (jnp.concatenate(parts) for parts in zip(*added))
+    return logits_V.at[jnp.where(ids_N < 0, logits_V.shape[0], ids_N)].add(bias_N, mode="drop")
+
+  needed = jnp.stack([link.active(state) for link, state in zip(links, states)]).any()
+  return only_if(needed, once, logits_V, states, context.length)
+
+
 class _Update(NamedTuple):
   """Functions one after another. Equal and hashed by them, so that two chains of one order share a compilation."""
 
   links: tuple[Callable, ...]
 
   def __call__(self, logits_V: Array, state: tuple, context: Context) -> Array:
-    for change, part in zip(self.links, state):
-      logits_V = _changed(change, logits_V, part, context)
+    for adds, run in itertools.groupby(zip(self.links, state), lambda pair: isinstance(pair[0], Added)):
+      if adds:
+        links, parts = zip(*run)
+        logits_V = _add(links, logits_V, parts, context)
+      else:
+        for change, part in run:
+          logits_V = _changed(change, logits_V, part, context)
     return logits_V
 
   def steps(self, logits_V: Array, state: tuple, context: Context) -> Iterator[Array]:
@@ -105,21 +137,22 @@ class _Update(NamedTuple):
     return tuple(name for part in parts for name in part)
 
   def active(self, state: tuple) -> Array:
-    """Whether any link is; all must be `Skipped`."""
+    """Whether any link is; all must be `Skipped` or `Added`."""
     return jnp.stack([link.active(part) for link, part in zip(self.links, state)]).any()
 
 
 class _Together(NamedTuple):
-  """A chain of updates, skipped as one where no row's state makes any of them active."""
+  """A chain of updates, skipped as one where no row's state makes any of them active. run: how they are called."""
 
   inner: _Update
+  run: Callable[[Callable, Array, Any, Context], Array]
 
   def __call__(self, logits_V: Array, state: tuple, context: Context) -> Array:
     words = None if context.key is None else jax.random.key_data(context.key)
 
     def once(logits_V: Array, state: tuple, length: Array, words: Array | None) -> Array:
       key = None if words is None else jax.random.wrap_key_data(words)
-      return self.inner(logits_V, state, context._replace(length=length, key=key))
+      return self.run(self.inner, logits_V, state, context._replace(length=length, key=key))
 
     return only_if(self.inner.active(state), once, logits_V, state, context.length, words)
 
@@ -139,10 +172,32 @@ def chain(*transforms: LogitTransform) -> LogitTransform:
   return LogitTransform(lambda: tuple(t.init() for t in transforms), update, observe)
 
 
-def skipped_together(*transforms: LogitTransform) -> LogitTransform:
-  """A chain of transforms that are rarely used: where none is, all are skipped at the price of one."""
+def skipped_together(*transforms: LogitTransform, by_id: bool = True) -> LogitTransform:
+  """A chain of transforms that are rarely used: where none is, all are skipped at the price of one. by_id: whether any
+  of them looks at what a token's id is; those that do not are spared the tokens that are no longer possible."""
   inner = chain(*transforms)
-  return inner._replace(update=_Together(inner.update))
+  return inner._replace(update=_Together(inner.update, _on_all if by_id else _on_few))
+
+
+def _on_all(change: Callable, logits_V: Array, state: Any, context: Context) -> Array:
+  return change(logits_V, state, context)
+
+
+def _on_few(change: Callable, logits_V: Array, state: Any, context: Context) -> Array:
+  """Changes only the possible tokens, in the order of their ids, where they are few enough."""
+  if logits_V.shape[0] <= FEW:
+    return change(logits_V, state, context)
+
+  def changed(logits_V: Array, state: Any) -> Array:
+    top_C, ids_C = head(logits_V)
+    order_C = jnp.argsort(ids_C)
+    ids_C, left_C = ids_C[order_C], change(top_C[order_C], state, context)
+    # The largest: ids that fill up the head may come twice, with −inf.
+    return jnp.full_like(logits_V, -jnp.inf).at[ids_C].max(left_C)
+
+  few = jnp.sum((logits_V > -jnp.inf).astype(jnp.float32)) <= FEW
+  left_V = only_if(few, changed, logits_V, state)
+  return only_if(~few, lambda logits_V, state: change(logits_V, state, context), left_V, state)
 
 
 def _changed(change: Callable, logits_V: Array, state: Any, context: Context) -> Array:

@@ -40,7 +40,7 @@ void tile(const float* x, const T* w, int64_t D, int64_t further, F32* partial) 
 // R rows of x against `count` rows of w; results of a row of x lie `stride` after those of the one before.
 template <int R, typename T>
 void strip(const float* x, const T* w, int64_t count, int64_t D, bool alone, float* out, int64_t stride) {
-  constexpr int M = W == 16 ? (R <= 4 ? 4 : 2) : R <= 2 ? 4 : R <= 6 ? 2 : 1;
+  constexpr int M = W == 16 ? (R <= 4 ? 4 : 2) : R <= 2 ? 4 : 2;
   for (int64_t f = 0; f < count; f += W) {
     const int most = static_cast<int>(std::min<int64_t>(W, count - f));
     F32 partial[R * W];
@@ -57,14 +57,15 @@ void strip(const float* x, const T* w, int64_t count, int64_t D, bool alone, flo
 // Any number of rows of x against `count` rows of w.
 template <typename T>
 void float_rows(const float* x, int64_t rows, const T* w, int64_t count, int64_t D, float* out, int64_t stride) {
-  constexpr int kMost = 6;  // a tile's accumulators must fit the registers
+  constexpr int kMost = W == 16 ? 8 : 6;  // a tile's accumulators must fit the registers
   using Strip = void (*)(const float*, const T*, int64_t, int64_t, bool, float*, int64_t);
   static constexpr Strip kernels[] = {strip<1, T>, strip<2, T>, strip<3, T>, strip<4, T>,
                                       strip<5, T>, strip<6, T>, strip<7, T>, strip<8, T>};
   for (int64_t f = 0; f < count; f += W) {  // all rows meet a few rows of w while those are in the first-level cache
     const int64_t some = std::min<int64_t>(W, count - f);
     for (int64_t r = 0; r < rows; r += kMost) {
-      kernels[std::min<int64_t>(rows - r, kMost) - 1](x + r * D, w + f * D, some, D, rows <= kMost, out + r * stride + f, stride);
+      float* const to = out + r * stride + f;
+      kernels[std::min<int64_t>(rows - r, kMost) - 1](x + r * D, w + f * D, some, D, rows <= kMost, to, stride);
     }
   }
 }

@@ -90,8 +90,9 @@ class Added(NamedTuple):
     return _add((self,), logits_V, (state,), context)
 
   @property
-  def __name__(self) -> str:
-    return self.additions.__name__.strip("_")
+  def name(self) -> str:
+    """What the transform is called."""
+    return self.additions.__name__
 
 
 def _add(links: Sequence[Added], logits_V: Array, states: tuple, context: Context) -> Array:
@@ -209,7 +210,7 @@ def _changed(change: Callable, logits_V: Array, state: Any, context: Context) ->
 
 
 def _name(change: Callable) -> str:
-  name = change.name if isinstance(change, Skipped) else getattr(change, "__name__", str(change))
+  name = change.name if isinstance(change, Skipped | Added) else getattr(change, "__name__", str(change))
   return name.strip("_")
 
 

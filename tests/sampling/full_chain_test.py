@@ -13,6 +13,7 @@ from sampling import oracle
 from sampling.oracle import NOTHING, Row
 
 from decoder.sampling import Context, SamplingSettings, categorical
+from decoder.sampling.orders import ORDER
 
 LENGTH = 24  # room for tokens
 ENDS = 4
@@ -254,6 +255,7 @@ def test_settings_and_lists_are_data():
   """One hash for all: what is not in the hash compiles nothing."""
   many = [dict(), dict(bad_words=[[1, 2]] * 9, logit_bias=dict.fromkeys(range(100), 1.0)), dict(dry_multiplier=1.0)]
   chains = [SamplingSettings(temperature=1.0, **each).chain(True) for each in many]
+  assert chains[0].update.names == ORDER
   assert len({c.update for c in chains}) == len({c.observe for c in chains}) == 1
   shapes = {tuple(np.shape(leaf) for leaf in jax.tree.leaves(c.init())) for c in chains}
   assert len(shapes) == 1

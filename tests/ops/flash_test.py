@@ -1,5 +1,6 @@
 """What flash-decoding promises: temporaries of one block whatever the capacity, and parts that merge to the whole."""
 
+import functools
 import itertools
 
 import jax
@@ -84,14 +85,18 @@ def problem(seed: int, slots: int):
   return Query(q, jnp.asarray(positions), H**-0.5), k, v, jnp.asarray(held)
 
 
+@jax.jit
 def part(query, k, v, held, start, stop):
-  """The softmax over slots start … stop − 1; over none at all where start = stop."""
+  """The softmax over slots start … stop − 1, the others hidden."""
   folded = attention.fold_heads(query.q_BTNH, K)
-  if start == stop:
-    return attention.empty(folded)
-  cut = slice(start, stop)
-  seen = attention.visible(query.positions_BT, held[:, cut], query.window)
-  return attention.absorb(attention.empty(folded), folded, query, k[:, :, cut], v[:, :, cut], seen)
+  slots = jnp.arange(held.shape[1])[None]
+  held = jnp.where((slots >= start) & (slots < stop), held, -1)
+  return attention.absorb(
+    attention.empty(folded), folded, query, k, v, attention.visible(query.positions_BT, held, None)
+  )
+
+
+merge, finish = jax.jit(attention.merge), jax.jit(attention.finish)
 
 
 SLOTS = 64
@@ -105,15 +110,15 @@ def merged(query, k, v, held, cuts, order):
   order.shuffle(parts)
   total = parts[0]
   for one in parts[1:]:
-    total = attention.merge(total, one)
-  return attention.unfold_heads(attention.finish(total), T)
+    total = merge(total, one)
+  return attention.unfold_heads(finish(total), T)
 
 
 @given(st.integers(0, 10**6), CUTS, st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_parts_merge_to_one_pass(seed, cuts, order):
   query, k, v, held = problem(seed, SLOTS)
-  whole = attention.unfold_heads(attention.finish(part(query, k, v, held, 0, SLOTS)), T)
+  whole = attention.unfold_heads(finish(part(query, k, v, held, 0, SLOTS)), T)
   np.testing.assert_allclose(merged(query, k, v, held, cuts, order), whole, atol=1e-6)
 
 
@@ -126,13 +131,21 @@ def test_a_part_counted_twice_or_left_out_would_be_seen():
     assert np.abs(attention.finish(wrong) - whole).max() > 1e-2
 
 
+@functools.cache
+def compiled(attend, block):
+  def run(q, positions, k, v, held):
+    return attend(Query(q, positions, H**-0.5), k, v, held, (jnp.int32(0), jnp.int32(SLOTS // block)), block)
+
+  return jax.jit(run)
+
+
 @pytest.mark.skipif(not build.ready(), reason="no C++ compiler built the CPU kernels here")
 @given(st.integers(0, 10**6), CUTS, st.randoms(use_true_random=False), st.sampled_from([8, 16, 32, 64]))
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_the_kernel_and_its_reference_are_the_merged_parts(seed, cuts, order, block):
   query, k, v, held = problem(seed, SLOTS)
   want = merged(query, k, v, held, cuts, order)
-  blocks = jnp.int32(0), jnp.int32(SLOTS // block)
   assert kernel.fits(query, k, v)
   for attend in (kernel.decode_attend, kernel.reference):
-    np.testing.assert_allclose(attend(query, k, v, held, blocks, block), want, atol=1e-6)
+    got = compiled(attend, block)(query.q_BTNH, query.positions_BT, k, v, held)
+    np.testing.assert_allclose(got, want, atol=1e-6)

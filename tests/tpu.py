@@ -1,0 +1,138 @@
+"""Programs compiled for a TPU that is not there: the decode loop of a Llama-3-8B shape, and broken variants of it.
+
+`libtpu` compiles for a described topology on any machine. `ask` runs in a process of its own, whose environment keeps
+JAX on the CPU and libtpu away from chips and metadata servers.
+"""
+
+import contextlib
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from decoder.cache import Contiguous, Raw, allocate
+from decoder.models import registry
+from decoder.ops import quantised
+from decoder.sampling import chain, min_p, request_key, temperature, top_k, top_p
+from decoder.strategies import autoregressive, init, run
+from decoder.types import Model, QTensor
+
+ENVIRONMENT = {
+  "JAX_PLATFORMS": "cpu",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # who only compiles need not be alone
+}
+LLAMA_3_8B = {
+  "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+  "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+  "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+}  # fmt: skip
+ROWS, SLOTS = 8, 2048
+
+
+class Compiled(NamedTuple):
+  """Sizes in bytes, as the compiler plans them for one chip, and the optimised HLO. cache: bytes of the whole cache."""
+
+  cache: int
+  arguments: int
+  outputs: int
+  aliased: int
+  temporaries: int
+  code: int
+  text: str
+
+
+class Program(NamedTuple):
+  """What to compile. kind: of the weights, one of `quantised.KINDS` or bfloat16. variant: '' is ours; 'undonated',
+  'written out' (weights dequantised before their products) and 'two-axis scatter' are broken."""
+
+  kind: str = "int8"
+  layers: int = 32
+  variant: str = ""
+  topology: str = "v5e:2x4"
+
+
+class TwoAxes(Contiguous):
+  """Writes by a scatter over (row, slot) alone, all heads at once."""
+
+  def write(self, buffer, values_BTKH, positions_BT):
+    rows, slots = jnp.arange(buffer.shape[0])[:, None], self._slots(positions_BT)
+    return buffer.at[rows, :, slots].set(values_BTKH.astype(buffer.dtype), mode="drop")
+
+
+@contextlib.contextmanager
+def compiler():
+  """A function Program -> Compiled, in a process whose environment is made for it."""
+  before = {name: os.environ.get(name) for name in ENVIRONMENT}
+  os.environ.update(ENVIRONMENT)
+  try:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+      yield lambda program: pool.submit(ask, program).result()
+  finally:
+    for name, value in before.items():
+      os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def ask(program: Program) -> Compiled:
+  """Lowers and compiles for one chip of the topology."""
+  config = {**LLAMA_3_8B, "num_hidden_layers": program.layers}
+  network = registry.build(config, jnp.bfloat16)
+  params = jax.tree.map(lambda leaf: _stored(leaf.shape, program.kind), registry.parameter_shapes(config))
+  model = _written_out(network.model) if program.variant == "written out" else network.model
+  link = chain(temperature(0.8), top_k(40), top_p(0.9), min_p(0.05))
+  layout = TwoAxes if program.variant == "two-axis scatter" else Contiguous
+  state = jax.eval_shape(lambda: _begin(network.cache_spec, link, layout))
+  chip = topologies.get_topology_desc(program.topology, platform="tpu").devices[0]
+  place = jax.sharding.SingleDeviceSharding(chip)
+  arguments = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    (params, state, jax.ShapeDtypeStruct((), jnp.int32)),
+  )
+  strategy = autoregressive(model, link)
+  donated = () if program.variant == "undonated" else 1
+  loop = jax.jit(lambda params, state, limit: run(strategy, params, state, limit, 64), donate_argnums=donated)
+  compiled = loop.lower(*arguments).compile()
+  plan = compiled.memory_analysis()
+  return Compiled(
+    sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache.layers)),
+    plan.argument_size_in_bytes, plan.output_size_in_bytes, plan.alias_size_in_bytes, plan.temp_size_in_bytes,
+    plan.generated_code_size_in_bytes, compiled.as_text(),
+  )  # fmt: skip
+
+
+def _stored(shape: tuple[int, ...], kind: str):
+  """A parameter's shape and type, as a checkpoint of this kind holds it."""
+  if kind not in quantised.KINDS or not quantised.fits(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  of = quantised.KINDS[kind]
+  values = jax.ShapeDtypeStruct(shape, jnp.int8 if of.bits == 8 else jnp.uint4)
+  groups = (shape[0], shape[1] // quantised.GROUP) if of.grouped else shape[:1]
+  scales = jax.ShapeDtypeStruct(groups, jnp.float16 if of.grouped else jnp.float32)
+  return QTensor(values, scales, scales if of.minimum else None, kind, shape, False)
+
+
+def _begin(spec, link, layout):
+  settings = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (ROWS,)), link.init())
+  length_B = jnp.full((ROWS,), 5, jnp.int32)
+  key_B = jax.vmap(request_key)(jnp.arange(ROWS, dtype=jnp.uint32))
+  cache = allocate(spec, ROWS, SLOTS, layout=layout, codec=Raw(jnp.bfloat16))
+  context_BL, ends_BE = jnp.zeros((ROWS, SLOTS), jnp.int32), jnp.full((ROWS, 8), -1, jnp.int32)
+  return init(cache, context_BL, length_B, jnp.full((ROWS,), SLOTS, jnp.int32), ends_BE, key_B, settings)
+
+
+def _written_out(model: Model) -> Model:
+  """The model on weights that a barrier keeps from being dequantised within their products."""
+
+  def plain(params):
+    def of(leaf):
+      return quantised.dequantise(leaf, jnp.bfloat16) if isinstance(leaf, QTensor) else leaf
+
+    return jax.lax.optimization_barrier(jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, QTensor)))
+
+  return Model(
+    lambda params, *rest: model.forward(plain(params), *rest), lambda params, x: model.head(plain(params), x)
+  )

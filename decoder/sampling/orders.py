@@ -2,7 +2,7 @@
 
 Any order has two chains. The short one has what plain requests use and compiles fast; the full one has every
 transform of the order, those in a row that are rarely used skipped together, so that whatever its requests set, a
-server compiles no other. On what both can do they agree bit by bit.
+server compiles no other. What both can do they do alike, up to the rounding of two compilations.
 """
 
 import difflib

@@ -110,7 +110,7 @@ class SamplingSettings:
 
   def chain(self, full: bool | None = None) -> LogitTransform:
     """The chain of transforms these settings stand for: the short or the full one (None: as they need). Where both can
-    do what is asked they leave the same logits, bit by bit."""
+    do what is asked they draw the same tokens: their logits differ by the rounding of two compilations at most."""
     full = self.needs_full if full is None else full
     return chain(*self.transforms, *build(self.names, self.numbers(), full))
 

@@ -239,7 +239,8 @@ def test_a_row_is_the_same_alone_and_among_others():
     dict(temperature=0.6, top_k=5, top_p=0.9, min_p=0.05),
   ],
 )
-def test_the_short_chain_leaves_the_same_bits_as_the_full_one(plain):
+def test_the_short_chain_does_as_the_full_one_does(plain):
+  """The same set, the same token; logits up to the rounding of two compilations."""
   row, settings = Row((1, 2, 1, 2, 3), 2, (4,)), SamplingSettings(**plain)
   short = settings.chain(False)
   assert len(short.update.links) < len(settings.chain(True).update.links)
@@ -247,8 +248,10 @@ def test_the_short_chain_leaves_the_same_bits_as_the_full_one(plain):
   for seed in range(10):
     logits = draw_logits(seed, 17, "plain")
     left = update(jnp.asarray(logits), short.init(), context_of(row, seed))
-    np.testing.assert_array_equal(left, run(plain, logits, row, seed))
-    assert categorical(jax.random.key(seed), left) == categorical(jax.random.key(seed), run(plain, logits, row, seed))
+    full = run(plain, logits, row, seed)
+    np.testing.assert_array_equal(np.isfinite(left), np.isfinite(full))
+    np.testing.assert_allclose(left, full, rtol=1e-6)
+    assert categorical(jax.random.key(seed), left) == categorical(jax.random.key(seed), full)
 
 
 def test_settings_and_lists_are_data():

@@ -162,6 +162,26 @@ def run_cases(lm, numbers, rows, values):
   return refused
 
 
+def refusal(**changes):
+  """What settings that are built, checked and described are refused with; None if they are taken."""
+  try:
+    settings = Settings(**{"temperature": 0.8, **changes})
+    settings.check_vocabulary(62)
+    settings.chain().init()
+    settings.describe()
+  except ValueError as error:
+    return str(error)
+  return None
+
+
+def test_any_value_of_any_setting_is_taken_or_refused_by_name():
+  """Any other exception than a ValueError fails here, with the setting in its traceback."""
+  names = [field.name for field in dataclasses.fields(Settings)]
+  told = {(name, number): refusal(**{name: value}) for name in names for number, value in enumerate(BAD)}
+  assert [case for case, message in told.items() if message is not None and not names_a_setting(message)] == []
+  assert 100 < sum(message is None for message in told.values()) < len(told) / 2
+
+
 def test_combinations_run_or_are_refused_by_name(model):
   refused = run_cases(model, range(150), 3, GOOD)
   assert 20 < len(refused) < 140

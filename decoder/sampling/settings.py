@@ -75,7 +75,7 @@ class SamplingSettings:
 
   def __post_init__(self) -> None:
     self._freeze()
-    if self.preset not in PRESETS:
+    if not isinstance(self.preset, str | None) or self.preset not in PRESETS:
       known = ", ".join(repr(name) for name in PRESETS if name)
       raise ValueError(f"preset must be one of {known}, or None for our own order, got {self.preset!r}")
     if self.order is not None and self.preset is not None:
@@ -139,8 +139,10 @@ class SamplingSettings:
     """Copies of what the caller could still change; ValueError for what is no list or mapping."""
     for name in ("dry_breakers", "allowed_tokens", "suppress_tokens", "begin_suppress_tokens", "order", "bad_words"):
       value = getattr(self, name)
-      if value is not None:
+      if value is not None or name not in ("allowed_tokens", "order"):
         object.__setattr__(self, name, tuple(_listed(name, value)))
+    if self.order is not None and not all(isinstance(name, str) for name in self.order):
+      raise ValueError(f"order must be a list of names of transforms, got {self.order!r}")
     object.__setattr__(self, "bad_words", tuple(tuple(_listed("bad_words", word)) for word in self.bad_words))
     object.__setattr__(self, "logit_bias", dict(_pairs("logit_bias", self.logit_bias)))
     pairs = _pairs("sequence_bias", self.sequence_bias)

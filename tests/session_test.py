@@ -96,7 +96,7 @@ def test_ctrl_c_within_a_call_waits_for_its_state(lm, monkeypatch):
   session = lm.session(16)
   stream = session.stream([1, 2, 3], max_new_tokens=9, ignore_eos=True)
   stream._decoding.advance(1)
-  running = stream._decoding._programs
+  running = stream._decoding._drive
   really = running.loop
 
   def interrupted(state, limit):

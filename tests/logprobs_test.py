@@ -295,5 +295,5 @@ def test_what_makes_no_sense_is_named(changes, says):
 
 
 def test_a_stream_writes_one_sample(lm):
-  with pytest.raises(ValueError, match="3 samples"):
+  with pytest.raises(ValueError, match="n or best_of of 3"):
     lm.stream("A", best_of=3, temperature=1.0)

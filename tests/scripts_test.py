@@ -248,7 +248,20 @@ def test_ctrl_c_ends_the_program_quietly(tiny, home):
 
 
 def test_benchmark_prints_a_table_writes_json_compares_and_draws(tiny, home, tmp_path):
-  flags = ["--model", str(tiny), "--prompts", "8", "--tokens", "4", "--rounds", "1", "--json", str(tmp_path / "r.json")]
+  flags = [
+    "--model",
+    str(tiny),
+    "--weights",
+    "float",
+    "--prompts",
+    "8",
+    "--tokens",
+    "4",
+    "--rounds",
+    "1",
+    "--json",
+    str(tmp_path / "r.json"),
+  ]
   done = run("benchmark.py", *flags, "--batches", "1,2", "--plots", str(tmp_path / "out"), home=home)
   assert done.returncode == 0, done.stderr
   heads, *lines = done.stdout.splitlines()

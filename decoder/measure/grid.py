@@ -25,6 +25,7 @@ from decoder.measure.latency import timed
 from decoder.measure.machine import forget_peak, peak_memory
 from decoder.models.registry import Network
 from decoder.programs import SMALLEST_CAPACITY, bucket
+from decoder.reader import Request
 
 CODECS: dict[str, Codec] = {name: Raw(jnp.dtype(name)) for name in ("float32", "bfloat16", "float16")}
 BLOCK = 8  # steps in one call of the fused loop, then as many calls of one
@@ -143,9 +144,12 @@ def run(lm: LM, point: Point, tokens: int) -> Sample:
 
 def begin(lm: LM, point: Point, length: int, tokens: int, held: int = 0) -> Decoding:
   """A batch whose rows start with `length` tokens, of which the cache holds `held`, as random vectors."""
-  ids = [(5 + 7 * i) % lm.network.vocab_size for i in range(length)]
-  request = lm.request(ids, max_new_tokens=tokens + 1, ignore_eos=True)
-  return lm.start([request] * point.batch, cache=filled(lm, point, held), held=held)
+
+  def request(row: int) -> Request:  # each with a prompt of its own: one that rows share would be read once
+    ids = [(5 + 7 * i + row) % lm.network.vocab_size for i in range(length)]
+    return lm.request(ids, max_new_tokens=tokens + 1, ignore_eos=True)
+
+  return lm.start([request(row) for row in range(point.batch)], cache=filled(lm, point, held), held=held)
 
 
 def filled(lm: LM, point: Point, held: int) -> Cache:

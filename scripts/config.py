@@ -5,6 +5,7 @@ import ast
 import json
 from typing import Any
 
+import entry
 from absl import flags
 
 FLAGS = flags.FLAGS
@@ -32,7 +33,7 @@ def gather(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
   asked, origins = dict(asked), {name: "flag" if FLAGS[name].present else "default" for name in asked}
   if FLAGS.generation_config:
-    for name, value in read_generation_config(read_generation(FLAGS.model)).items():
+    for name, value in read_generation_config(read_generation(FLAGS.model, weights=entry.weights())).items():
       if origins.get(name) != "flag":
         asked[name], origins[name] = value, "generation_config.json"
   for pair in FLAGS.set:

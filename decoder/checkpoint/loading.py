@@ -66,11 +66,14 @@ def load(
   )
 
 
-def read_generation(name: str | Path, *, cache_dir: str | Path | None = None) -> dict[str, Any]:
-  """A model's generation_config.json, {} where it has none. Fetches the model if need be, and loads no weights."""
+def read_generation(
+  name: str | Path, *, weights: str | None = None, cache_dir: str | Path | None = None
+) -> dict[str, Any]:
+  """A model's generation_config.json, {} where it has none. Fetches the model if need be, in the form that `load` with
+  these `weights` would, and loads none of them."""
   from decoder.checkpoint.hub import resolve
 
-  return open_source(resolve(name, cache_dir=cache_dir)).generation
+  return open_source(resolve(name, cache_dir=cache_dir, kept=weights == KEEP)).generation
 
 
 def open_checked(path: Path) -> Source:

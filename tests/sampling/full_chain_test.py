@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from sampling import oracle
-from sampling.oracle import NOTHING, Row
+from sampling.oracle import NOTHING, Row, draw_logits
 
 from decoder.sampling import Context, SamplingSettings, categorical
 from decoder.sampling.orders import ORDER
@@ -55,19 +55,6 @@ def run(asked, logits, row=NOTHING, seed=0, others=OTHERS):
 
 def kept(asked, logits, **more):
   return set(np.nonzero(run({"temperature": 1.0, **asked}, logits, **more) > -np.inf)[0].tolist())
-
-
-def draw_logits(seed, size, kind):
-  rng = np.random.default_rng(seed)
-  x = rng.normal(size=size) * rng.choice([0.01, 1, 5, 30])
-  if kind == "ties":
-    x = np.round(x * 2) / 2
-  elif kind == "flat":
-    x = np.full(size, 3.0)
-  elif kind == "masked":
-    x[rng.random(size) < 0.7] = -np.inf
-    x[rng.integers(size)] = 1.0
-  return x.astype(np.float32)
 
 
 FILTERS = {

@@ -276,3 +276,16 @@ def bounds(name, number, logits):
     tied = len({float(logits[token]) for token in alike}) == 1
     must, may = (must, may) if tied else (must - alike, may | alike)
   return must, may
+
+
+def draw_logits(seed, size, kind):
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=size) * rng.choice([0.01, 1, 5, 30])
+  if kind == "ties":
+    x = np.round(x * 2) / 2
+  elif kind == "flat":
+    x = np.full(size, 3.0)
+  elif kind == "masked":
+    x[rng.random(size) < 0.7] = -np.inf
+    x[rng.integers(size)] = 1.0
+  return x.astype(np.float32)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling.oracle import draw_logits
 
 from decoder.sampling import Context, chain, min_p, repetition, temperature, top_k, top_p
 
@@ -150,19 +151,6 @@ VALUES = {
   "min_p": [0.0, 1e-30, 1e-3, 0.05, 0.1, 0.5, 0.9, 1.0],
 }
 STEP = st.sampled_from([(name, value) for name, values in VALUES.items() for value in values])
-
-
-def draw_logits(seed, size, kind):
-  rng = np.random.default_rng(seed)
-  x = rng.normal(size=size) * rng.choice([0.01, 1, 5, 30])
-  if kind == "ties":
-    x = np.round(x * 2) / 2
-  elif kind == "flat":
-    x = np.full(size, 3.0)
-  elif kind == "masked":
-    x[rng.random(size) < 0.7] = -np.inf
-    x[rng.integers(size)] = 1.0
-  return x.astype(np.float32)
 
 
 def check(logits, name, value):

@@ -1,6 +1,5 @@
 """What was measured on: processor, cores, versions; and the most memory that was held."""
 
-import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -62,10 +61,13 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def forget_peak() -> None:
-  """Begins to watch memory anew, where the system allows it (Linux)."""
-  with contextlib.suppress(OSError):
+def forget_peak() -> bool:
+  """Begins to watch memory anew; false where the system does not let a process do that."""
+  try:
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+  except OSError:
+    return False
+  return True
 
 
 def _processor() -> str:

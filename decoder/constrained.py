@@ -18,9 +18,11 @@ class Constrained:
   """In place of `Programs`, with the same verbs. readers: of the rows; those without a constraint, and those that have
   ended, may draw anything."""
 
+  runs_ahead = False
+
   def __init__(self, programs: Programs, readers: Sequence[Reader]):
     self._programs, self._readers = programs, readers
-    self._features_BD: Array | None = None  # of the tokens drawn last
+    self._logits_BV: Array | None = None  # of what may come next
     self._goes_on = True
 
   def prepare(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
@@ -28,7 +30,7 @@ class Constrained:
     self._programs.prepare_halves(state, lengths, held, loop=loop)
 
   def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
-    state, self._features_BD = self._programs.read_half(state, lengths, held)
+    state, self._logits_BV = self._programs.read_half(state, lengths, held)
     return self._draw(state)
 
   def loop(self, state: State, limit: int) -> tuple[State, Emission]:
@@ -40,9 +42,9 @@ class Constrained:
     for row, reader in enumerate(self._readers):
       if reader.constraint is not None and not reader.done:
         masks_BW[row] = reader.constraint.mask()
-    state, emission = self._programs.draw(state, self._features_BD, masks_BW)
+    state, emission = self._programs.draw(state, self._logits_BV, masks_BW)
     if self._goes_on:
-      state, self._features_BD = self._programs.forward(state)
+      state, self._logits_BV = self._programs.forward(state)
     return state, emission
 
 

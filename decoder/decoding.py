@@ -20,8 +20,8 @@ from decoder.result import Result, Timings
 from decoder.strategies import Finish, State
 from decoder.types import NONE, Emission
 
-_MOMENT = 0.05  # seconds that a stream may gather tokens for: nobody sees it, and each call costs one token's host work
-_SHORT = 8  # steps a call where something on the host may end a row: at most this many are wasted
+_MOMENT = 0.05  # seconds that a stream may gather tokens for: nobody sees it, and each call costs some host work
+_SHORT = 4  # steps a call where something on the host may end a row: at most twice as many are wasted
 
 
 class Decoding:
@@ -53,8 +53,10 @@ class Decoding:
     self._now = self._each = 0.0  # when the last call returned, and how long a step of it took
     self._cancel, self._turn = cancel, threading.Lock()
     self._timed = any(r.settings.max_time is not None for r in self.requests)
-    self.sound = True  # no row has met logits that are not finite; its cache may hold NaN
+    self._read_soundly = True
     self._read = False
+    self._ahead: Emission | None = None  # of the call that the device is at while the host reads the one before
+    self._written = 0  # tokens a row that the calls so far may have written
     self._due = any(r.settings.prompt_logprobs for r in self.requests)  # also where nothing is drawn
     capacity = capacity if cache is None else cache.capacity
     self.state: State = self._prompts.begin(capacity, fields_of(self.requests, programs, capacity, held), cache)
@@ -83,8 +85,26 @@ class Decoding:
       late = self._end_early()
       if self.done:
         return late
-      emission = self._write(steps) if self._read else self._read_prompts()
-      return late if emission is None else [a + b for a, b in zip(late, self._hear(emission))]
+      emission, self._ahead = self._ahead or self._call(steps), None
+      if emission is None:
+        return late
+      if self._goes_on():
+        self._ahead = self._call(steps)
+      return [a + b for a, b in zip(late, self._hear(emission))]
+
+  @property
+  def sound(self) -> bool:
+    """No row has met logits that are not finite, else its cache may hold NaN."""
+    return self._read_soundly and not bool((jax.device_get(self.state.finish_B) == Finish.ERROR).any())
+
+  def _goes_on(self) -> bool:
+    """Whether to give out a call before it is known what the last one wrote. Where rows have ended meanwhile, it ends
+    at once. Not where the host says what may be drawn, nor where it watches the time."""
+    left = max(request.limit - length for request, length in zip(self.requests, self._lengths)) - self._written
+    return self._drive.runs_ahead and not self._timed and left > 0
+
+  def _call(self, steps: int) -> Emission | None:
+    return self._write(steps) if self._read else self._read_prompts()
 
   def _read_prompts(self) -> Emission | None:
     """Reads the prompts and draws a first token a row; None if all rows have ended before that."""
@@ -96,18 +116,19 @@ class Decoding:
       if self.done:
         return None
     self.state, emission = self._drive.read(self.state, self._lengths, self._held)
-    self._read = True
+    self._read, self._written = True, 1
     self._hear_of_prompts()
     return emission
 
   def _write(self, steps: int) -> Emission:
-    self.state, emission = self._drive.loop(self.state, self._few(min(steps, LOOP)))
+    steps = self._few(min(steps, LOOP))
+    self._written += steps
+    self.state, emission = self._drive.loop(self.state, steps)
     return emission
 
   def _hear(self, emission: Emission) -> list[str]:
     """Hands what was emitted to the readers."""
     tokens_BN, count_B, (finish_B, details) = jax.device_get(emission)
-    self.sound &= not bool((finish_B == Finish.ERROR).any())
     before, self._now = self._now, self._elapsed()
     self._each = (self._now - before) / max(int(count_B.max()), 1)  # steps of one call take equally long
     deltas = []
@@ -127,7 +148,7 @@ class Decoding:
     for reader, report, told in zip(self.readers, self.reports, self._prompts.told):
       if not report.add_prompt(reader.request.prompt_ids, told):
         reader.fail()
-        self.sound = False
+        self._read_soundly = False
 
   def _few(self, steps: int) -> int:
     """Steps for one call, few enough that stop strings, times and cancellation are noticed soon. Half of what a row's

@@ -72,6 +72,7 @@ class Programs:
   """
 
   cache_type: type = Cache  # what they go on from
+  runs_ahead = True  # a next call needs nothing of what the host reads from the last
 
   def __init__(
     self, network: Network, params: Any, settings: Settings, full: bool, inspect: Callable, vocab_size: int | None,
@@ -138,13 +139,13 @@ class Programs:
 
   def prepare_halves(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
     """Compiles what `read_half`, `forward` and `draw` will need."""
-    features_BD = self.prepare_reading(state, lengths, held)
+    logits_BV = self.prepare_reading(state, lengths, held)
     if loop:
       self.prepare_forward(state)
-    self.prepare_draw(state, features_BD)
+    self.prepare_draw(state, logits_BV)
 
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
-    """Like `read`, up to the draw: gives the features that `draw` takes."""
+    """Like `read`, up to the draw: gives the logits that `draw` takes."""
     last, start_B = _chunks(lengths, held)[0], self._start_of_last(state, lengths, held)
     return self._forward(last, state, start_B)(state, start_B)
 
@@ -157,7 +158,7 @@ class Programs:
 
   def prepare_reading(self, state: State, lengths: Sequence[int], held: int = 0, number: int | None = None) -> Any:
     """Compiles what `read_chunk` and `read_half` will need, or `tell_chunk` where `number` is given; the shape of the
-    features that come of it."""
+    logits that come of it."""
     start_B = np.zeros(state.length_B.shape, np.int32)
     last, before = _chunks(lengths, held)
     if number is not None:
@@ -169,9 +170,9 @@ class Programs:
       self._forward(last, state, start_B)
     return jax.eval_shape(lambda params, state: self._strategy.forward(params, state)[1], self._params, state)
 
-  def prepare_draw(self, state: State, features_BD: Any) -> None:
+  def prepare_draw(self, state: State, logits_BV: Any) -> None:
     """Compiles what `draw` will need."""
-    self._draw(state.replace(cache=None), features_BD, self.open_masks(state))
+    self._draw(state.replace(cache=None), logits_BV, self.open_masks(state))
 
   def prepare_loop(self, state: State) -> None:
     """Compiles what `loop` will need."""
@@ -182,8 +183,8 @@ class Programs:
     self._forward(1, state, None)
 
   def fork(self, *arguments: Any) -> tuple[State, Array]:
-    """(state, features_BD, rows_R, fields): a State for the requests in `fields`, request r going on from what row
-    rows_R[r] has read, and their features."""
+    """(state, logits_BV, rows_R, fields): a State for the requests in `fields`, request r going on from what row
+    rows_R[r] has read, and their logits."""
     return self._fork(*arguments)(*arguments)
 
   def prepare_fork(self, *arguments: Any) -> tuple[State, Array]:
@@ -192,17 +193,17 @@ class Programs:
     return jax.eval_shape(_forked, *arguments)
 
   def forward(self, state: State) -> tuple[State, Array]:
-    """Reads each row's last token; gives the features that `draw` takes. Returns before the device is done."""
+    """Reads each row's last token; gives the logits that `draw` takes. Returns before the device is done."""
     return self._forward(1, state, None)(state, None)
 
   def open_masks(self, state: State) -> np.ndarray:
     """Masks for `draw` that forbid nothing, to be changed: a bit an id, uint32 words, lowest bit first."""
     return np.full((state.length_B.shape[0], -(-self._network.vocab_size // 32)), 2**32 - 1, np.uint32)
 
-  def draw(self, state: State, features_BD: Array, masks_BW: np.ndarray) -> tuple[State, Emission]:
+  def draw(self, state: State, logits_BV: Array, masks_BW: np.ndarray) -> tuple[State, Emission]:
     """Draws a token a row among those that its mask allows."""
     rest = state.replace(cache=None)  # many arrays, which cost time to pass and which a draw does not touch
-    after, emission = self._draw(rest, features_BD, masks_BW)(rest, features_BD, masks_BW)
+    after, emission = self._draw(rest, logits_BV, masks_BW)(rest, logits_BV, masks_BW)
     return after.replace(cache=state.cache), emission
 
   def _allocate(self, rows: int, capacity: int) -> Any:
@@ -234,8 +235,8 @@ class Programs:
 
     def program(params: Any, state: State, start_B: Array | None) -> tuple[State, Array]:
       reading = state if start_B is None else pending(state, start_B, size)
-      after, features_BD = self._strategy.forward(params, reading)
-      return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), features_BD
+      after, logits_BV = self._strategy.forward(params, reading)
+      return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), logits_BV
 
     key = ("forward", size, start_B is None, signature(state))
     return self._compile_with_params(key, f"forward of {size} tokens", program, state, start_B)
@@ -244,23 +245,21 @@ class Programs:
     forward = forward_telling(self._network.model, number)
 
     def program(params: Any, state: State, start_B: Array) -> tuple[State, Array, Told]:
-      after, features_BD, told = forward(params, pending(state, start_B, size))
-      return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), features_BD, told
+      after, logits_BV, told = forward(params, pending(state, start_B, size))
+      return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), logits_BV, told
 
     key = ("telling", size, number, signature(state))
     return self._compile_with_params(key, f"log-probs of {size} prompt tokens", program, state, start_B)
 
-  def _fork(self, state: State, features_BD: Any, rows_R: np.ndarray, fields: dict[str, Any]) -> Callable:
+  def _fork(self, state: State, logits_BV: Any, rows_R: np.ndarray, fields: dict[str, Any]) -> Callable:
     key, what = ("fork", signature(state), signature(fields)), f"a fork to {len(rows_R)} rows"
-    return self._compile(key, what, _forked, None, state, features_BD, rows_R, fields)
+    return self._compile(key, what, _forked, None, state, logits_BV, rows_R, fields)
 
-  def _draw(self, state: State, features_BD: Any, masks_BW: np.ndarray) -> Callable:
-    def program(params: Any, state: State, features_BD: Array, masks_BW: Array) -> tuple[State, Emission]:
-      allowed_BV = _unpack(masks_BW)[:, : self._network.vocab_size]
-      return self._strategy.draw(params, state, features_BD, allowed_BV)
+  def _draw(self, state: State, logits_BV: Any, masks_BW: np.ndarray) -> Callable:
+    def program(state: State, logits_BV: Array, masks_BW: Array) -> tuple[State, Emission]:
+      return self._strategy.draw(state, logits_BV, _unpack(masks_BW)[:, : self._network.vocab_size])
 
-    key = ("draw", signature(state))
-    return self._compile_with_params(key, "the masked draw", program, state, features_BD, masks_BW)
+    return self._compile(("draw", signature(state)), "the masked draw", program, 0, state, logits_BV, masks_BW)
 
   def _loop(self, state: State) -> Callable:
     def program(params: Any, state: State, limit: Array) -> Run:
@@ -305,8 +304,8 @@ def _begin(cache: Any, fields: dict[str, Any]) -> State:
   return init(cache, key_B=key_B, **rest)
 
 
-def _forked(state: State, features_BD: Array, rows_R: Array, fields: dict[str, Any]) -> tuple[State, Array]:
-  return _begin(state.cache.select(rows_R), fields), features_BD[rows_R]
+def _forked(state: State, logits_BV: Array, rows_R: Array, fields: dict[str, Any]) -> tuple[State, Array]:
+  return _begin(state.cache.select(rows_R), fields), logits_BV[rows_R]
 
 
 def _unpack(words_BW: Array) -> Array:

@@ -31,7 +31,7 @@ class Apart:
     self._number = size_for(max(asked)) if asked else None
     self.told: list[Any] = [None] * len(requests)
     self._parts: list[Any] = []  # what each chunk told
-    self.loop, self.forward = programs.loop, programs.forward
+    self.loop, self.forward, self.runs_ahead = programs.loop, programs.forward, programs.runs_ahead
     self.draw, self.open_masks = programs.draw, programs.open_masks
 
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> State:
@@ -67,28 +67,28 @@ class Apart:
     return self._tell_chunk(state, chunk)[0]
 
   def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
-    state, features_BD = self.read_half(state, lengths, held)
-    return self.draw(state, features_BD, self.open_masks(state))
+    state, logits_BV = self.read_half(state, lengths, held)
+    return self.draw(state, logits_BV, self.open_masks(state))
 
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
     if self._number is None:
-      state, features_BD = self._programs.read_half(state, self._lengths, held)
+      state, logits_BV = self._programs.read_half(state, self._lengths, held)
     else:
-      state, features_BD = self._tell_chunk(state, 0)
+      state, logits_BV = self._tell_chunk(state, 0)
       told_B = told_rows(self._parts, self._lengths)
       self.told = [told_B[home] for home in self._homes]
-    return self._programs.fork(state, features_BD, self._rows_R, self._fields)
+    return self._programs.fork(state, logits_BV, self._rows_R, self._fields)
 
   def _tell_chunk(self, state: State, chunk: int) -> tuple[State, Array]:
-    state, features_BD, told = self._programs.tell_chunk(state, self._lengths, self._number, chunk)
+    state, logits_BV, told = self._programs.tell_chunk(state, self._lengths, self._number, chunk)
     self._parts.append(told)
-    return state, features_BD
+    return state, logits_BV
 
   def _prepare_reading(self, state: State, held: int) -> State:
     """Compiles all but what comes after the first draw; the shape of the State then."""
-    features_BD = self._programs.prepare_reading(state, self._lengths, held, self._number)
-    forked, features_BD = self._programs.prepare_fork(state, features_BD, self._rows_R, self._fields)
-    self._programs.prepare_draw(forked, features_BD)
+    logits_BV = self._programs.prepare_reading(state, self._lengths, held, self._number)
+    forked, logits_BV = self._programs.prepare_fork(state, logits_BV, self._rows_R, self._fields)
+    self._programs.prepare_draw(forked, logits_BV)
     return forked
 
 

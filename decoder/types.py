@@ -82,9 +82,9 @@ class Strategy(NamedTuple):
   """How tokens come out of a model: pure functions over a State pytree, known to loops, streams and schedulers.
 
   init: (cache, request fields) -> State.
-  forward: (params, state) -> (state, features_BD). Reads the state's pending tokens into the cache.
-  draw: (params, state, features_BD, allowed_BV=None) -> (state, Emission). Chooses what comes next; `allowed_BV`
-    (bool) is a mask computed on the host while `forward` ran.
+  forward: (params, state) -> (state, logits_BV). Reads the state's pending tokens into the cache.
+  draw: (state, logits_BV, allowed_BV=None) -> (state, Emission). Chooses what comes next, without parameters;
+    `allowed_BV` (bool) is a mask computed on the host while `forward` ran.
   """
 
   init: Callable
@@ -93,5 +93,4 @@ class Strategy(NamedTuple):
 
   def step(self, params: Params, state: Any) -> tuple[Any, Emission]:
     """Both halves: the pure step that `lax.while_loop` threads."""
-    state, features_BD = self.forward(params, state)
-    return self.draw(params, state, features_BD)
+    return self.draw(*self.forward(params, state))

@@ -1,5 +1,10 @@
-"""What holds for all tests: strict JAX settings, no network, `--slow`, and tiny models shared by a session."""
+"""What holds for all tests: strict JAX settings, no network, `--slow`, and tiny models shared by a session.
 
+Nearly all that tests take is compiling. So they compile quickly, not well, unless asked to compile as users do, with
+`--optimised`; tests marked slow may run long enough for that to pay.
+"""
+
+import os
 import socket
 
 import jax
@@ -9,9 +14,19 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
+QUICKLY = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+if jax.__version_info__ < (0, 11):  # later ones know no other way, and an unknown flag ends the process
+  QUICKLY.append("--xla_cpu_use_fusion_emitters=false")
+
 
 def pytest_addoption(parser):
   parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+  parser.addoption("--optimised", action="store_true", help="compile as users do; takes twice as long")
+
+
+def pytest_configure(config):
+  if not config.getoption("--optimised"):  # read when the first program is compiled, also by the scripts' processes
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), *QUICKLY)))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -19,6 +19,8 @@ from decoder import Settings
 from decoder.cache import allocate
 from decoder.programs import CHUNK, SMALLEST_CHUNK, bucket
 
+pytestmark = pytest.mark.slow  # a real model
+
 GOLDEN = Path(__file__).parent / "golden"
 MARGIN, TOLERANCE = 0.01, 2e-3
 

@@ -21,6 +21,7 @@ def blocks(language: str) -> list[str]:
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if "scripts/" in line]
 
 
+@pytest.mark.slow
 def test_python_runs_as_printed(monkeypatch, capsys, tmp_path):
   lm = decoder.load(fixtures.byte_model(tmp_path))
   monkeypatch.setattr(decoder, "load", lambda name: lm)

@@ -235,16 +235,20 @@ def test_chat_says_when_the_context_is_full_and_goes_on_after_a_reset(tiny, home
 def test_ctrl_c_ends_the_program_quietly(tiny, home):
   process = subprocess.Popen(
     [sys.executable, str(SCRIPTS / "chat.py"), "--model", str(tiny), "--max_new_tokens", "4"],
-    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
     env={**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(home)},
   )  # fmt: skip
-  assert process.stdout.read(1) == "["  # the prompt line: it waits for input
-  process.send_signal(signal.SIGINT)
-  time.sleep(0.5)
-  out, err = process.communicate("/exit\n", timeout=60)
+  assert process.stdout.read(1) == b"["  # the prompt line: it waits for input
+  for _ in range(5):  # one that comes while a library cleans up may be swallowed; a user presses again
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    if b"Ctrl-D" in os.read(process.stdout.fileno(), 4096):
+      break
+  else:
+    pytest.fail("no press of Ctrl-C was answered")
+  _, err = process.communicate(b"/exit\n", timeout=60)
   assert process.returncode == 0, err
-  assert "Traceback" not in err
-  assert "Ctrl-D" in out
+  assert b"Traceback" not in err
 
 
 def test_benchmark_prints_a_table_writes_json_compares_and_draws(tiny, home, tmp_path):

@@ -37,6 +37,7 @@ def test_c36_every_order_of_four_requests_gives_each_its_text(lm, alone):
     assert batch(lm, order) == [alone[i] for i in order]
 
 
+@pytest.mark.slow
 def test_c36_every_size_of_a_batch_gives_each_its_text(lm, alone):
   for size in range(1, 9):
     order = [(3 * i + size) % 4 for i in range(size)]

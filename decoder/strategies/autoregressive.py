@@ -1,8 +1,8 @@
 """One token a step: the plainest strategy, and the shape of all others.
 
 A State holds the tokens that are not in the cache yet (`tokens_BT`): at first a prompt's last chunk, later the token
-drawn last. `forward` reads them into the cache, `draw` chooses the next one. So prefill and decode are the same
-function at different T, and the head is paid for one token a row.
+drawn last. `forward` reads them into the cache and judges what may follow, `draw` chooses it. So prefill and decode are
+the same function at different T, and the head is paid for one token a row.
 """
 
 import enum
@@ -67,10 +67,9 @@ def autoregressive(
 
   def forward(params: Params, state: State) -> tuple[State, Array]:
     features_BTD, cache = model.forward(params, state.tokens_BT, state.positions_BT, state.cache)
-    return state.replace(cache=cache), last_features(features_BTD, state.positions_BT)
+    return state.replace(cache=cache), last_logits(model, params, features_BTD, state.positions_BT)
 
-  def draw(params: Params, state: State, features_BD: Array, allowed_BV: Array | None = None) -> tuple[State, Emission]:
-    raw_BV = model.head(params, features_BD).astype(jnp.float32)  # f32: probabilities of rare tokens
+  def draw(state: State, raw_BV: Array, allowed_BV: Array | None = None) -> tuple[State, Emission]:
     peak_B, logits_BV = jnp.max(raw_BV, axis=-1), raw_BV
     if vocab_size is not None and vocab_size < logits_BV.shape[-1]:
       logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1])[None] < vocab_size, logits_BV, -jnp.inf)
@@ -118,10 +117,11 @@ def pending(state: State, start_B: Array, size: int) -> State:
   return state.replace(tokens_BT=tokens_BT, positions_BT=positions_BT)
 
 
-def last_features(features_BTD: Array, positions_BT: Array) -> Array:
-  """The features of each row's last pending token; padding (NONE) follows it and may not exceed it."""
+def last_logits(model: Model, params: Params, features_BTD: Array, positions_BT: Array) -> Array:
+  """What may follow each row's last pending token; padding (NONE) comes after it and may not exceed it."""
   last_B = jnp.argmax(positions_BT, axis=1)
-  return jnp.take_along_axis(features_BTD, last_B[:, None, None], axis=1)[:, 0]
+  features_BD = jnp.take_along_axis(features_BTD, last_B[:, None, None], axis=1)[:, 0]
+  return model.head(params, features_BD).astype(jnp.float32)  # f32: probabilities of rare tokens
 
 
 def release(state: State, rows_B: Array) -> State:

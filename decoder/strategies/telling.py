@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from decoder.sampling import Logprobs, logprobs
-from decoder.strategies.autoregressive import State, last_features
+from decoder.strategies.autoregressive import State, last_logits
 from decoder.types import Array, Model, Params
 
 SLICE = 2**24  # most logits at once: 64 MiB in float32
@@ -33,7 +33,7 @@ def forward_telling(model: Model, number: int) -> Callable[[Params, State], tupl
     after_BT = jnp.clip(state.positions_BT + 1, 0, state.context_BL.shape[1] - 1)
     next_BT = jnp.take_along_axis(state.context_BL, after_BT, axis=1)
     told = _tell(model, params, features_BTD, next_BT, number)
-    return state.replace(cache=cache), last_features(features_BTD, state.positions_BT), told
+    return state.replace(cache=cache), last_logits(model, params, features_BTD, state.positions_BT), told
 
   return forward
 

@@ -153,7 +153,7 @@ def test_a_quantised_weight_of_another_shape_is_refused(tiny, tmp_path):
     reader(config)(unflatten(leaves))
 
 
-@pytest.mark.parametrize("weights", ["keep", "int8"])
+@pytest.mark.parametrize("weights", ["keep", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_batch_of_quantised_rows_is_each_row_alone(tiny, tmp_path, weights, striped):
   """And its greedy tokens are those of the floats that the bits mean, as far as these are decided."""
   config = tiny.config(tie_word_embeddings=True)

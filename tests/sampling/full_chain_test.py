@@ -78,6 +78,9 @@ def check_filter(logits, name, setting, value):
   assert must <= got <= may, (name, value, sorted(must - got)[:9], sorted(got - may)[:9])
 
 
+LARGE = ((49152, "ties"), (262144, "plain"), (262144, "masked"))
+
+
 @given(
   st.sampled_from([2, 17, 300]), st.integers(0, 10**6), st.sampled_from(["plain", "ties", "flat", "masked"]), STEPS
 )
@@ -86,7 +89,10 @@ def test_filters_keep_what_the_oracle_keeps(size, seed, kind, step):
   check_filter(draw_logits(seed, size, kind), *step)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(49152, "plain"), (49152, "ties"), (262144, "plain"), (262144, "masked")])
+@pytest.mark.parametrize(
+  ("size", "kind"),
+  [(49152, "plain"), *(pytest.param(*more, marks=pytest.mark.slow) for more in LARGE)],
+)
 def test_filters_of_large_vocabularies(size, kind):
   for number, (name, (setting, values)) in enumerate(FILTERS.items()):
     check_filter(draw_logits(number, size, kind), name, setting, values[len(values) // 2])

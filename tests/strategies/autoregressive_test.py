@@ -117,11 +117,11 @@ def test_mask_between_the_halves():
   """What a grammar does: compute a mask on the host while the forward half runs."""
   _, _, strategy, params = programs()
   forward, draw = jax.jit(strategy.forward), jax.jit(strategy.draw)
-  state, features = forward(params, start())
-  free, _ = draw(params, state, features)
+  state, logits = forward(params, start())
+  free, _ = draw(state, logits)
   allowed = np.zeros((3, V), bool)
   allowed[0, 17] = allowed[1, [4, 5]] = True
-  state, emission = draw(params, state, features, jnp.asarray(allowed))
+  state, emission = draw(state, logits, jnp.asarray(allowed))
   assert int(emission.tokens_BN[0, 0]) == 17
   assert int(emission.tokens_BN[1, 0]) in (4, 5)
   assert emission.info.finish_B.tolist() == [Finish.RUNNING, Finish.RUNNING, Finish.ERROR], "nothing was allowed"

@@ -1,6 +1,7 @@
 """The decode loop compiled for a TPU, on any machine: weights are read where they lie, the cache is updated in place.
 
-Needs libtpu (`pip install -e .[tpu,test]`); `python -m pytest tests/tpu_compile_test.py --slow -n0 -s` prints the figures.
+Needs libtpu (`pip install -e .[tpu,test]`). `python -m pytest tests/tpu_compile_test.py --slow -n0 -s` prints the
+figures.
 """
 
 import functools

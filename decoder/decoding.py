@@ -20,8 +20,8 @@ from decoder.result import Result, Timings
 from decoder.strategies import Finish, State
 from decoder.types import NONE, Emission
 
-_MOMENT = 0.05  # seconds that a stream may gather tokens for: nobody sees it, and each call costs some host work
-_SHORT = 4  # steps a call where something on the host may end a row: at most twice as many are wasted
+_MOMENT = 0.1  # seconds that a stream may gather tokens for: hardly seen, and each call costs 3 ms of a core
+_SHORT = 8  # steps a call where something on the host may end a row: at most twice as many are wasted
 
 
 class Decoding:

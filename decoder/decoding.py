@@ -75,9 +75,11 @@ class Decoding:
   def done(self) -> bool:
     return all(reader.done for reader in self.readers) and not self._due
 
-  def advance(self, steps: int) -> list[str]:
+  def advance(self, steps: int, ahead: bool = False) -> list[str]:
     """Reads the prompts, at the first call; then up to `steps` further tokens a row. Returns new text by row.
 
+    ahead: give out the next call, of as many steps, before the last is read, so that the device never waits for the
+    host; it is what the next `advance` reads.
     A Ctrl-C is raised when it is done: never between the giving away of a State and the keeping of the next. Threads
     take turns.
     """
@@ -88,7 +90,7 @@ class Decoding:
       emission, self._ahead = self._ahead or self._call(steps), None
       if emission is None:
         return late
-      if self._goes_on():
+      if ahead and self._goes_on():
         self._ahead = self._call(steps)
       return [a + b for a, b in zip(late, self._hear(emission))]
 
@@ -239,7 +241,7 @@ class Stream:
   def __next__(self) -> str:
     while not self._decoding.done:
       start = time.perf_counter()
-      (delta,) = self._decoding.advance(self._steps)
+      (delta,) = self._decoding.advance(self._steps, ahead=True)
       each = (time.perf_counter() - start) / self._steps
       self._steps = min(max(int(_MOMENT / each), 1), _SHORT)
       if delta:

@@ -115,7 +115,7 @@ class LM:
       return []
     decoding = self.start([request for group in groups for request in group], cancel=cancel)
     while not decoding.done:
-      decoding.advance(LOOP)
+      decoding.advance(LOOP, ahead=True)
     drawn = iter(zip(decoding.results(self.load_s), decoding.reports))
     grouped = [_best([next(drawn) for _ in group]) for group in groups]
     answers = [group if group[0].settings.n > 1 else group[0] for group in grouped]

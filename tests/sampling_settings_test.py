@@ -101,19 +101,19 @@ def test_C30_the_repetition_penalty_is_on_logits(logit, penalty, want):
   assert left[0] - left[1] != pytest.approx(log_probability * penalty - (logits[1] - logits[0] + log_probability))
 
 
-@pytest.mark.parametrize("number", [1, 5, 9])
-def test_C54_no_end_id_of_any_source_before_min_new_tokens(number):
+def test_C54_no_end_id_of_any_source_before_min_new_tokens():
   """Ends 1 and 106 by the generation config, none by a tokenizer; a model that always wants to end."""
   table = np.full((128, 128), 1e-6)
   table[:, 1], table[:, 106], table[:, 5:9] = 10.0, 9.0, 0.01
   lm = facade(*table_lm(table), generation={"eos_token_id": [1, 106]})
-  result = lm.generate([3], max_new_tokens=20, min_new_tokens=number)
-  assert len(result.token_ids) == number
-  assert (result.finish_reason, result.stop_reason) == ("stop", 1)
   assert lm.generate([3], max_new_tokens=20).token_ids == ()
-  third = lm.generate([3], max_new_tokens=20, min_new_tokens=number, temperature=1.0, seed=1)
-  assert len(third.token_ids) >= number
-  assert not {1, 106} & set(third.token_ids)
+  for number in (1, 5, 9):
+    result = lm.generate([3], max_new_tokens=20, min_new_tokens=number)
+    assert len(result.token_ids) == number
+    assert (result.finish_reason, result.stop_reason) == ("stop", 1)
+    drawn = lm.generate([3], max_new_tokens=20, min_new_tokens=number, temperature=1.0, seed=1)
+    assert len(drawn.token_ids) >= number
+    assert not {1, 106} & set(drawn.token_ids)
 
 
 def test_forced_tokens_stand_at_the_ends_of_the_output():

@@ -78,6 +78,7 @@ def test_tokens_are_told_of_in_tables_json_and_html(tiny, home, tmp_path):
   assert len(plain["explanation"]) == 4
 
 
+@pytest.mark.slow
 def test_weights_in_few_bits_write_and_are_compared_with_float32(tiny, home, tmp_path):
   flags = ["--model", str(tiny), "--weights", "int8", "--max_new_tokens", "4", "--ignore_eos", "--output", "json"]
   done = run("generate.py", *flags, "--prompt", "ab", home=home)
@@ -97,6 +98,7 @@ def test_weights_in_few_bits_write_and_are_compared_with_float32(tiny, home, tmp
   assert "at least 256 tokens of text, got 100" in short.stderr
 
 
+@pytest.mark.slow
 def test_chat_wraps_the_prompt_and_a_profile_is_written(tiny, home, tmp_path):
   flags = ["--model", str(tiny), "--max_new_tokens", "2", "--output", "json", "--profile", str(tmp_path)]
   done = run("generate.py", *flags, "--chat", "--system", "s", "--prompt", "hi", home=home)
@@ -251,6 +253,7 @@ def test_ctrl_c_ends_the_program_quietly(tiny, home):
   assert b"Traceback" not in err
 
 
+@pytest.mark.slow
 def test_benchmark_prints_a_table_writes_json_compares_and_draws(tiny, home, tmp_path):
   flags = [
     "--model",

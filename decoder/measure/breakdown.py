@@ -48,16 +48,18 @@ def measure(lm: LM, point: Point) -> dict[str, Any]:
   decoding.advance(1)
   strategy = autoregressive(_named(lm.model), decoding.requests[0].settings.chain())
 
-  def program(params: Any, state: Any, limit: Any) -> Any:
+  leaves, tree = jax.tree.flatten(lm.params)  # passed as the programs pass them
+
+  def program(leaves: list[Any], state: Any, limit: Any) -> Any:
     named = strategy._replace(draw=_scoped("sampling", strategy.draw))
-    return run(named, params, state, limit, 1)
+    return run(named, tree.unflatten(leaves), state, limit, 1)
 
   limit, state = np.int32(1), decoding.state
-  compiled = jax.jit(program, donate_argnums=1).lower(lm.params, state, limit).compile()
+  compiled = jax.jit(program, donate_argnums=1).lower(leaves, state, limit).compile()
 
   def call() -> None:
     nonlocal state
-    state, emission = compiled(lm.params, state, limit)
+    state, emission = compiled(leaves, state, limit)
     jax.device_get(emission)
 
   for _ in range(CALLS // 2):

@@ -17,9 +17,10 @@ import numpy as np
 
 from decoder.cache import Cache, Raw, allocate
 from decoder.models.registry import Network
+from decoder.ops.kernels.channel import over
 from decoder.sampling import request_key
 from decoder.settings import Settings
-from decoder.strategies import State, Told, autoregressive, forward_telling, init, pending, run
+from decoder.strategies import State, Told, asking, autoregressive, forward_telling, init, pending, run
 from decoder.strategies.loop import Run
 from decoder.types import Array, Emission
 
@@ -137,12 +138,27 @@ class Programs:
     """Up to `limit` ≤ LOOP further steps."""
     return self._loop(state)(state, np.int32(limit))
 
+  def loop_asking(self, state: State, limit: int, number: int) -> Run:
+    """`loop`, each draw of which asks at channel `number` what may be drawn. It returns when the steps are done, or
+    before; in either case something else must answer."""
+    return self._loop_asking(state)(state, np.int32(limit), np.int32(number))
+
+  def prepare_loop_asking(self, state: State) -> None:
+    """Compiles what `loop_asking` will need."""
+    self._loop_asking(state)
+
   def prepare_halves(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
     """Compiles what `read_half`, `forward` and `draw` will need."""
     logits_BV = self.prepare_reading(state, lengths, held)
     if loop:
       self.prepare_forward(state)
     self.prepare_draw(state, logits_BV)
+
+  def prepare_asking(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
+    """Compiles what `read_half`, `draw` and `loop_asking` will need."""
+    self.prepare_halves(state, lengths, held, loop=False)
+    if loop:
+      self.prepare_loop_asking(state)
 
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
     """Like `read`, up to the draw: gives the logits that `draw` takes."""
@@ -198,7 +214,11 @@ class Programs:
 
   def open_masks(self, state: State) -> np.ndarray:
     """Masks for `draw` that forbid nothing, to be changed: a bit an id, uint32 words, lowest bit first."""
-    return np.full((state.length_B.shape[0], -(-self._network.vocab_size // 32)), 2**32 - 1, np.uint32)
+    return self.open_masks_for(state.length_B.shape[0])
+
+  def open_masks_for(self, rows: int) -> np.ndarray:
+    """The same for a number of rows."""
+    return np.full((rows, -(-self._network.vocab_size // 32)), 2**32 - 1, np.uint32)
 
   def draw(self, state: State, logits_BV: Array, masks_BW: np.ndarray) -> tuple[State, Emission]:
     """Draws a token a row among those that its mask allows."""
@@ -257,7 +277,7 @@ class Programs:
 
   def _draw(self, state: State, logits_BV: Any, masks_BW: np.ndarray) -> Callable:
     def program(state: State, logits_BV: Array, masks_BW: Array) -> tuple[State, Emission]:
-      return self._strategy.draw(state, logits_BV, _unpack(masks_BW)[:, : self._network.vocab_size])
+      return self._strategy.draw(state, logits_BV, self._allowed(masks_BW))
 
     return self._compile(("draw", signature(state)), "the masked draw", program, 0, state, logits_BV, masks_BW)
 
@@ -266,6 +286,17 @@ class Programs:
       return run(self._strategy, params, state, limit, LOOP)
 
     return self._compile_with_params(("loop", signature(state)), "the decode loop", program, state, np.int32(0))
+
+  def _loop_asking(self, state: State) -> Callable:
+    def program(params: Any, state: State, limit: Array, number: Array) -> Run:
+      done, emission = run(asking(self._strategy, number, self._allowed), params, state, limit, LOOP)
+      return Run(done, emission._replace(count_B=over(number, emission.count_B)))
+
+    zero, key = np.int32(0), ("loop asking", signature(state))
+    return self._compile_with_params(key, "the decode loop under a constraint", program, state, zero, zero)
+
+  def _allowed(self, masks_BW: Array) -> Array:
+    return _unpack(masks_BW)[:, : self._network.vocab_size]
 
   def _compile_with_params(self, key: tuple, what: str, program: Callable, *arguments: Any) -> Callable:
     """The program with its first argument given, the parameters; it takes and donates a State. They are passed as a

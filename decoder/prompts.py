@@ -32,6 +32,7 @@ class Apart:
     self.told: list[Any] = [None] * len(requests)
     self._parts: list[Any] = []  # what each chunk told
     self.loop, self.forward, self.runs_ahead = programs.loop, programs.forward, programs.runs_ahead
+    self.loop_asking, self.open_masks_for = programs.loop_asking, programs.open_masks_for
     self.draw, self.open_masks = programs.draw, programs.open_masks
 
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> State:
@@ -57,6 +58,11 @@ class Apart:
     forked = self._prepare_reading(state, held)
     if loop:
       self._programs.prepare_forward(forked)
+
+  def prepare_asking(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
+    forked = self._prepare_reading(state, held)
+    if loop:
+      self._programs.prepare_loop_asking(forked)
 
   def chunks(self, lengths: Sequence[int], held: int = 0) -> range:
     return self._programs.chunks(self._lengths, held)

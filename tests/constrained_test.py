@@ -3,7 +3,9 @@
 import functools
 import json
 import re
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
@@ -13,9 +15,12 @@ from fixtures import Letters, facade, rand_lm
 from schemas import random_schema
 
 import decoder
+from decoder import constrained
 from decoder.cache import LayerSpec
 from decoder.models.registry import Network
+from decoder.ops.kernels import build, channel
 from decoder.text import tokenizer_from_gguf
+from decoder.text.constraints import Constraint
 from decoder.types import Model
 
 LONG = [
@@ -178,6 +183,55 @@ def test_streams_and_sessions_equal_generate(alone):
   assert held >= len(longer) - 2
   again = session.stream(longer, ASKED[0])
   assert "".join(again) == pairs_lm().generate(longer, ASKED[0]).text
+
+
+def test_two_calls_a_step_write_the_same_as_one_for_many(alone, monkeypatch):
+  """As on accelerators, and without a compiler."""
+  made = []
+  for kind in (constrained.Constrained, constrained.Asked):
+    monkeypatch.setattr(kind, "loop", noted(kind.loop, kind.__name__, made))
+  monkeypatch.setattr(constrained, "build", SimpleNamespace(ready=lambda: False))
+  got = pairs_lm().generate(PROMPTS, ASKED)
+  assert [r.token_ids for r in got] == [r.token_ids for r in alone]
+  calls = len(made)
+  assert set(made) == {"Constrained"}
+  if build.ready():
+    monkeypatch.undo()
+    monkeypatch.setattr(constrained.Asked, "loop", noted(constrained.Asked.loop, "Asked", made))
+    assert pairs_lm().generate(PROMPTS, ASKED)[0].token_ids == alone[0].token_ids
+    assert set(made[calls:]) == {"Asked"}
+    assert 8 * len(made[calls:]) < calls
+
+
+def noted(function, name, made):
+  def called(*arguments):
+    made.append(name)
+    return function(*arguments)
+
+  return called
+
+
+def test_an_error_of_the_host_ends_the_call_that_waits_for_it(alone, monkeypatch):
+  really, left = Constraint.mask, [4]
+
+  def breaks(self):
+    left[0] -= 1
+    if left[0] < 0:
+      raise RuntimeError("no more masks")
+    return really(self)
+
+  monkeypatch.setattr(Constraint, "mask", breaks)
+  with pytest.raises(RuntimeError, match="no more masks"):
+    pairs_lm().generate(PROMPTS[3], ASKED[3])
+  monkeypatch.undo()
+  assert pairs_lm().generate(PROMPTS[3], ASKED[3]).token_ids == alone[3].token_ids
+
+
+@pytest.mark.skipif(not build.ready(), reason="no C++ compiler is on the PATH here")
+def test_a_program_whose_listener_is_gone_fails_and_does_not_wait():
+  told = jax.jit(channel.tell)
+  with pytest.raises(Exception, match="nobody listens"):
+    jax.block_until_ready(told(np.int32(-5), np.zeros((1, 1), np.int32), np.zeros(1, np.int8)))
 
 
 def test_samples_of_one_prompt_each_have_their_own_parser():

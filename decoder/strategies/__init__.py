@@ -1,5 +1,6 @@
 """Strategies: how tokens come out of a model (floor 3). They never import models."""
 
+from decoder.strategies.asking import asking
 from decoder.strategies.autoregressive import Finish, State, autoregressive, init, pending, release
 from decoder.strategies.guidance import GuidedCache, guided, read_negative
 from decoder.strategies.loop import run, stream
@@ -10,6 +11,7 @@ __all__ = [
   "GuidedCache",
   "State",
   "Told",
+  "asking",
   "autoregressive",
   "forward_telling",
   "guided",

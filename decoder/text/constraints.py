@@ -129,12 +129,13 @@ class Constraint:
 
   def mask(self) -> np.ndarray:
     """The ids that may come next, a bit each: uint32 words, lowest bit first. End ids where the text fits."""
+    if not self._opening:
+      return self._words()
     vocabulary, bits = self._vocabulary, self._bits()
     allowed = np.zeros(32 * -(-vocabulary.size // 32), bool)
     allowed[: vocabulary.size] = bits[: vocabulary.size]
-    if self._opening:
-      allowed[vocabulary.shorter] = bits[vocabulary.size : vocabulary.end]
-      allowed[vocabulary.empty] = not self._widths and self.error is None
+    allowed[vocabulary.shorter] = bits[vocabulary.size : vocabulary.end]
+    allowed[vocabulary.empty] = not self._widths and self.error is None
     if bits[vocabulary.end]:
       allowed[self._ends] = True
     return np.packbits(allowed, bitorder="little").view(np.uint32)
@@ -159,6 +160,20 @@ class Constraint:
   @property
   def _opening(self) -> bool:
     return not self._widths or (self._vocabulary.repeats and not any(self._widths))
+
+  def _words(self) -> np.ndarray:
+    """The mask where the parser's ids are ours, but for its end: its own words, without those past the vocabulary."""
+    parsers = np.frombuffer(self._matcher.compute_bitmask(), "<u4")
+    self._note_error()
+    words = parsers[: -(-self._vocabulary.size // 32)].astype(np.uint32)
+    if self.error is not None:
+      return np.zeros_like(words)
+    words[-1] &= 2**32 - 1 >> -self._vocabulary.size % 32
+    end = self._vocabulary.end
+    if parsers[end >> 5] >> (end & 31) & 1:
+      for token in self._ends:
+        words[token >> 5] |= np.uint32(1 << (token & 31))
+    return words
 
   def _bits(self) -> np.ndarray:
     """What the parser allows, by its own ids; bool."""

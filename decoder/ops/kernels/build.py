@@ -23,6 +23,9 @@ SOURCES = Path(__file__).parent / "native"
 TARGETS = {  # by XLA's name, the symbol in the library
   "decoder_products": "DecoderProducts",
   "decoder_attend": "DecoderAttend",
+  "decoder_tell": "DecoderTell",
+  "decoder_ask": "DecoderAsk",
+  "decoder_over": "DecoderOver",
 }
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-w")
@@ -38,7 +41,12 @@ def ready() -> bool:
   False, without building, where the default backend is another: programs of a GPU or TPU host need no CPU kernels.
   """
   with _lock:
-    return jax.default_backend() == "cpu" and _registered()
+    return jax.default_backend() == "cpu" and _registered() is not None
+
+
+def loaded() -> ctypes.CDLL:
+  """The library, once it is `ready`."""
+  return _registered()
 
 
 def library(directory: Path) -> Path:
@@ -62,7 +70,7 @@ def library(directory: Path) -> Path:
 
 
 @functools.cache
-def _registered() -> bool:
+def _registered() -> ctypes.CDLL | None:
   try:
     try:
       loaded = ctypes.CDLL(str(library(cache_directory())))
@@ -78,8 +86,8 @@ def _registered() -> bool:
       "CPU kernels could not be built, decoding will be slower: %s",
       " ".join(said.decode(errors="replace").split())[:200],
     )
-    return False
-  return True
+    return None
+  return loaded
 
 
 def _compile(compiler: str, sources: list[str], target: Path) -> None:

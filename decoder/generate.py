@@ -213,6 +213,8 @@ class LM:
   def _group(self, prompt: Any, settings: Settings) -> list[Request]:
     if settings.stop or settings.stop_at_dedent:
       self._text()  # both are found in text
+    if settings.has_texts:
+      settings = settings.encoded(self._spellings)
     for token in settings.stop_token_ids:
       if token >= self.network.vocab_size:
         raise ValueError(f"stop_token_ids: {token} is not an id of this model, 0 … {self.network.vocab_size - 1}")
@@ -236,6 +238,12 @@ class LM:
     indent = _indent(prompt) if settings.stop_at_dedent else None
     request = Request(ids, settings, seed, 0, min(limit, room), ends, cut, full, constraint, negative, indent)
     return [dataclasses.replace(request, sample=sample) for sample in range(settings.samples)]
+
+  def _spellings(self, name: str, text: str) -> list[tuple[int, ...]]:
+    try:
+      return self._text().spellings(text)
+    except ValueError as error:
+      raise ValueError(f"{name}: {error}") from error
 
   def _negative(self, ids: tuple[int, ...], settings: Settings, room: int) -> tuple[int, ...]:
     """The ids of the negative prompt; none if it is not asked for."""

@@ -39,7 +39,7 @@ class Session:
     settings = gather_settings(settings, changes)
     request = self._lm.request(prompt, settings)
     wanted = min(bucket(request.reach, self._capacity), self._lm.context)
-    programs = self._lm.programs([settings])
+    programs = self._lm.programs([request.settings])
     if not isinstance(self._cache, programs.cache_type):
       self.clear()
     # What is not read again cannot be told of.

@@ -145,16 +145,18 @@ def _alternatives(one: TokenLogprob) -> str:
     f'<td class="w">{html.escape(visible(text, token))}</td><td>{token}</td></tr>'
     for logprob, text, token in rows
   ]
-  return f"rank {one.rank}, log-prob {one.logprob:.3f}<table>{''.join(cells)}</table>"
+  head = '<tr><td></td><td class="w">token</td><td>id</td></tr>'
+  return f"rank {one.rank}, log-prob {one.logprob:.3f}<table>{head}{''.join(cells)}</table>"
 
 
 def _changes(step: Explanation) -> str:
   rows = [
-    f'<tr><td class="w">{html.escape(c.transform)}</td><td>{c.kept}</td><td>{-c.removed if c.removed else ""}</td>'
-    f"<td>{_percent(_log(c.probability))}</td><td>{'took the favourite' if c.best_removed else ''}</td></tr>"
+    f'<tr><td class="w">{html.escape(c.transform)}</td><td>{c.kept}</td><td>{c.removed or ""}</td>'
+    f"<td>{_percent(_log(c.probability))}</td><td>{'took the most probable' if c.best_removed else ''}</td></tr>"
     for c in _effective(step)
   ]
-  return f"by the model {_percent(_log(step.before))}<table>{''.join(rows)}</table>"
+  head = "<tr><td></td><td>kept</td><td>removed</td><td>then</td><td></td></tr>"
+  return f"by the model {_percent(_log(step.before))}<table>{head}{''.join(rows)}</table>"
 
 
 def _percent(logprob: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures import Letters, facade, rand_lm, script_lm, table_lm
+from fixtures import Letters, facade, rand_lm, rescript, script_lm, table_lm
 
 import decoder
 from decoder.programs import LOOP
@@ -116,6 +116,9 @@ def test_C51_any_of_the_end_ids_ends_a_text():
   result = lm.generate([1, 2, 3])
   assert (result.token_ids, result.finish_reason, result.stop_reason) == ((5,), "stop", 106)
   assert lm.generate([1, 2, 3], ignore_eos=True, max_new_tokens=4).token_ids == (5, 106, 7, 1)
+  for said, ids, end in (([9, 9, 1, 106], (9, 9), 1), ([106, 5, 5, 5], (), 106), ([2, 0, 3, 106], (2, 0, 3), 106)):
+    result = rescript(lm, said).generate([1, 2, 3])
+    assert (result.token_ids, result.finish_reason, result.stop_reason) == (ids, "stop", end)
 
 
 def test_C53_end_ids_are_a_union_of_every_source():
@@ -124,6 +127,8 @@ def test_C53_end_ids_are_a_union_of_every_source():
   lm.config = {"eos_token_id": 8}
   assert set(lm.ends) == {7, 8, Letters.EOS}
   assert lm.generate([1, 2, 3]).stop_reason == Letters.EOS
+  for said in (7, 8):
+    assert rescript(lm, [1, said]).generate([1, 2, 3]).stop_reason == said
 
 
 def test_C55_a_tokenizer_without_specials_works():
@@ -140,13 +145,18 @@ def test_C56_a_full_cache_ends_the_text_and_says_so():
   lm = five()
   result = lm.generate([1] * 12, max_new_tokens=32, capacity=16)
   assert (len(result.token_ids), result.finish_reason, result.truncated) == (4, "length", "context")
+  for prompt, room in ((15, 1), (3, 13)):
+    result = lm.generate([1] * prompt, max_new_tokens=32, capacity=16)
+    assert (len(result.token_ids), result.finish_reason, result.truncated) == (room, "length", "context")
   result = lm.generate([1] * 12, max_new_tokens=4)
   assert (len(result.token_ids), result.truncated) == (4, None), "max_new_tokens ended this one"
 
 
 def test_C77_until_the_context_is_full():
-  result = five().generate([1] * 8, max_new_tokens=None)
-  assert (len(result.token_ids), result.finish_reason, result.truncated) == (248, "length", "context")
+  lm = five()
+  for prompt, asked in ((8, None), (1, None), (16, 10**9)):
+    result = lm.generate([1] * prompt, max_new_tokens=asked)
+    assert (len(result.token_ids), result.finish_reason, result.truncated) == (256 - prompt, "length", "context")
 
 
 def test_no_new_tokens(lm, alone):

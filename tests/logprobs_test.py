@@ -165,6 +165,32 @@ def test_C79_minus_infinity_becomes_null_in_json(settings, drawn_null):
     assert (plain["logprob"] is None) == drawn_null == (one.logprob == -math.inf)
 
 
+@pytest.mark.parametrize("text", ["ABC", "~Q", "[a"])
+def test_C80_a_log_prob_needs_no_alternatives_and_has_the_bytes_of_its_token(lm, text):
+  """`logprobs=0`, and what the text's tokens are in UTF-8, alternatives too."""
+  bare = lm.generate(text, logprobs=0, max_new_tokens=6, temperature=1.0, seed=len(text))
+  told = lm.generate(text, logprobs=2, max_new_tokens=6, temperature=1.0, seed=len(text))
+  assert all(one.alternatives == () for one in bare.logprobs)
+  assert [one.logprob for one in bare.logprobs] == pytest.approx([one.logprob for one in told.logprobs], abs=1e-5)
+  for one in (*bare.logprobs, *told.logprobs, *(a for each in told.logprobs for a in each.alternatives)):
+    padding = one.id >= lm.tokenizer.vocab_size  # the model's logits have two ids more than there are texts
+    assert one.bytes == one.token.encode() == (b"" if padding else lm.tokenizer.token_bytes(one.id))
+  plain = json.loads(json.dumps(told.to_json(), allow_nan=False))["logprobs"]
+  assert [bytes(one["bytes"]) for one in plain] == [one.bytes for one in told.logprobs]
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_C32_a_single_logit_that_is_not_finite_is_an_error(bad, place):
+  """Not a row of them: one id's, be it the first, the last or between."""
+  network, params = table_lm(np.full((8, 8), 1 / 8))
+  lm = facade(network, {"log": params["log"].at[1, place].set(bad)})
+  for settings in (dict(temperature=0.0), dict(temperature=1.0, seed=1, top_k=3)):
+    result, well = lm.generate([[5, 1], [5, 2]], max_new_tokens=3, allowed_tokens=[2, 4], **settings)
+    assert (result.finish_reason, result.token_ids) == ("error", ())
+    assert (well.finish_reason, len(well.token_ids)) == ("length", 3)
+
+
 @pytest.fixture(scope="module")
 def sick():
   """TABLE-LM whose logits are NaN after token 1 and infinite after token 2."""

@@ -109,6 +109,9 @@ def test_a_favourite_that_was_taken_is_said():
   text = str(show(result_of([b"x"], explanation=(step,))))
   assert re.search(r"bad_words +7 +1 +0.2500  took the most probable", text)
   assert "masks" not in text, "it changed nothing"
+  page = show(result_of([b"x"], explanation=(step,))).page()
+  row = '<td>kept</td><td>removed</td><td>then</td><td></td></tr><tr><td class="w">bad_words</td><td>7</td><td>1</td>'
+  assert f"{row}<td>25.00 %</td><td>took the most probable</td>" in page
 
 
 def test_what_tells_nothing_is_refused():

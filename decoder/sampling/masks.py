@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decoder.sampling.penalties import Scope, begin, encoded, not_one
+from decoder.sampling.selection import only_if
 from decoder.sampling.transforms import Added, Context, LogitTransform, Skipped, check
 from decoder.types import NONE, Array
 
@@ -193,8 +194,10 @@ def _min_new_tokens(number: Array, context: Context) -> tuple[Array, Array]:
 
 
 def _force(logits_V: Array, token: Array, now: Array) -> Array:
-  forced_V = jnp.where(jnp.arange(logits_V.shape[0]) == token, 0.0, -jnp.inf)
-  return jnp.where(now, forced_V, logits_V)
+  def force(logits_V: Array, token: Array) -> Array:
+    return jnp.where(jnp.arange(logits_V.shape[0]) == token, 0.0, -jnp.inf)
+
+  return only_if(now, force, logits_V, token)
 
 
 def _forced_bos(logits_V: Array, token: Array, context: Context) -> Array:
@@ -208,6 +211,8 @@ def _forced_eos(logits_V: Array, token: Array, context: Context) -> Array:
 def _length_decay(logits_V: Array, state: tuple, context: Context) -> Array:
   factor, start = state
   excess = jnp.maximum(context.length - context.prompt - start, 0)
-  gain_V = jnp.abs(logits_V) * (factor ** excess.astype(jnp.float32) - 1)
-  raised_V = jnp.where(logits_V > -jnp.inf, logits_V + gain_V, logits_V)  # a forbidden end stays so
-  return jnp.where(_among(context.ends_E, logits_V.shape[0]), raised_V, logits_V)
+  ends_E = jnp.where(context.ends_E < 0, logits_V.shape[0], context.ends_E)
+  x_E = jnp.take(logits_V, ends_E, mode="clip")
+  gain_E = jnp.abs(x_E) * (factor ** excess.astype(jnp.float32) - 1)
+  raised_E = jnp.where(x_E > -jnp.inf, x_E + gain_E, x_E)  # a forbidden end stays so
+  return logits_V.at[ends_E].set(raised_E, mode="drop")

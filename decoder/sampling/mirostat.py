@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decoder.sampling.selection import only_if
-from decoder.sampling.transforms import Context, LogitTransform, Skipped, check
+from decoder.sampling.transforms import Filter, LogitTransform, check
 from decoder.sampling.truncation import first_positive, keep_above
 from decoder.types import Array
 
@@ -17,22 +17,20 @@ def mirostat(tau: float | None, rate: float = 0.1) -> LogitTransform:
   check("mirostat_tau", tau, lambda x: 0 <= x < 100, "a number of bits in (0, 100), or None for off")
   check("mirostat_eta", rate, lambda x: 0 < x <= 10, "a number in (0, 10]")
   state = (np.float32(tau), np.float32(rate), np.float32(2 * tau))
-  return LogitTransform(lambda: state, Skipped(first_positive, _mirostat), _steer)
+  return LogitTransform(lambda: state, Filter(first_positive, _mirostat), _steer)
 
 
-def _mirostat(logits_V: Array, state: tuple, context: Context) -> Array:
+def _mirostat(logits_N: Array, ids_N: Array, state: tuple, chance: Array) -> Array:
   _, _, surprise = state
-  x_V = logits_V - jnp.max(logits_V)
-  log_V = x_V - jnp.log(jnp.sum(jnp.exp(x_V)))
-  return keep_above(logits_V, log_V, -surprise * np.float32(np.log(2)))
+  x_N = logits_N - jnp.max(logits_N)
+  log_N = x_N - jnp.log(jnp.sum(jnp.exp(x_N)))
+  return keep_above(logits_N, log_N, -surprise * np.float32(np.log(2)))
 
 
 def _steer(state: tuple, token: Array, logits_V: Array) -> tuple:
-  tau, rate, _ = state
+  def move(state: tuple, token: Array, logits_V: Array) -> tuple:
+    tau, rate, surprise = state
+    odds = jnp.sum(jnp.exp(logits_V - logits_V[token]))  # 1/p of the token
+    return tau, rate, surprise - rate * (jnp.log2(odds) - tau)
 
-  def move(state: tuple, token: Array) -> tuple:
-    # 1/p of the token. Written so that every pass over the logits depends on the token: see `only_if`.
-    odds = jnp.sum(jnp.exp(logits_V - logits_V[token]))
-    return tau, rate, state[2] - rate * (jnp.log2(odds) - tau)
-
-  return only_if(first_positive(state), move, state, token)
+  return only_if(first_positive(state), move, state, token, logits_V)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from decoder.sampling import masks, penalties, repeats, rules, temperature, truncation
 from decoder.sampling.mirostat import mirostat
-from decoder.sampling.transforms import Added, LogitTransform, Skipped, skipped_together
+from decoder.sampling.transforms import Added, Filter, LogitTransform, Skipped, skipped_together
 
 
 class Link(NamedTuple):
@@ -24,7 +24,7 @@ class Link(NamedTuple):
 
 def _fixed_temperature(value: float, spread: float) -> LogitTransform:
   """The temperature where no dynamic one takes its place."""
-  return temperature.temperature(value if spread == 0 else 1.0)
+  return temperature.temperature(value) if spread == 0 else temperature.replaced_temperature()
 
 
 def _dynamic_temperature(spread: float, exponent: float, value: float) -> LogitTransform:
@@ -82,24 +82,18 @@ ORDER = (
   "mirostat",
 )  # fmt: skip
 
-# Those that know tokens by their logits alone.
-_BY_VALUE = (
-  "dynamic_temperature", "typical", "typical_with_ties", "typical_beyond", "epsilon", "eta", "top_n_sigma", "xtc",
-  "xtc_above", "mirostat",
-)  # fmt: skip
 _PLAIN = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
 def build(order: Sequence[str], settings: Mapping[str, Any], full: bool) -> list[LogitTransform]:
   """The links of this order with these settings' numbers: all of them, or those of plain requests only."""
   links: list[LogitTransform] = []
-  for plain, run in itertools.groupby(order, _is_plain):
-    names = list(run)
-    transforms = [made(name, settings) for name in names]
-    if plain:
-      links += transforms
-    elif full:
-      links.append(skipped_together(*transforms, by_id=not all(name in _BY_VALUE for name in names)))
+  chosen = [name for name in order if full or _is_plain(name)]
+  for alone, run in itertools.groupby(
+    chosen, lambda name: _is_plain(name) or isinstance(made(name, settings).update, Filter)
+  ):
+    transforms = [made(name, settings) for name in run]
+    links += transforms if alone else [skipped_together(*transforms)]
   return links
 
 
@@ -139,4 +133,4 @@ def _is_plain(name: str) -> bool:
 
 
 def _is_on(link: LogitTransform) -> bool:
-  return not isinstance(link.update, Skipped | Added) or bool(link.update.active(link.init()))
+  return not isinstance(link.update, Skipped | Added | Filter) or bool(link.update.active(link.init()))

@@ -59,25 +59,32 @@ def not_zero(state: tuple) -> Array:
   return state[0] != 0
 
 
-def _count(scope: Array, context: Context, size: int) -> Array:
-  """How often each token is in the scope, float32."""
+def _within(scope: Array, context: Context, size: int) -> Array:
+  """The ids of the scope's tokens; `size` outside it."""
   at_L = jnp.arange(context.tokens_L.shape[0])
   within_L = (at_L >= begin(scope, context)) & (at_L < context.length)
-  ids_L = jnp.where(within_L, context.tokens_L, size)
-  return jnp.zeros(size, jnp.float32).at[ids_L].add(1.0, mode="drop")
+  return jnp.where(within_L, context.tokens_L, size)
+
+
+# Changes are written to the tokens' own places, since a pass over the vocabulary costs more than one over the context.
 
 
 def _repetition(logits_V: Array, state: tuple, context: Context) -> Array:
   value, scope = state
-  seen_V = _count(scope, context, logits_V.shape[0]) > 0
-  return jnp.where(seen_V, jnp.where(logits_V < 0, logits_V * value, logits_V / value), logits_V)
+  ids_L = _within(scope, context, logits_V.shape[0])
+  x_L = jnp.take(logits_V, ids_L, mode="clip")
+  return logits_V.at[ids_L].set(jnp.where(x_L < 0, x_L * value, x_L / value), mode="drop")
 
 
 def _presence(logits_V: Array, state: tuple, context: Context) -> Array:
   value, scope = state
-  return jnp.where(_count(scope, context, logits_V.shape[0]) > 0, logits_V - value, logits_V)
+  ids_L = _within(scope, context, logits_V.shape[0])
+  return logits_V.at[ids_L].set(jnp.take(logits_V, ids_L, mode="clip") - value, mode="drop")
 
 
 def _frequency(logits_V: Array, state: tuple, context: Context) -> Array:
   value, scope = state
-  return logits_V - value * _count(scope, context, logits_V.shape[0])
+  ids_L = _within(scope, context, logits_V.shape[0])
+  count_V = jnp.zeros_like(logits_V).at[ids_L].add(1.0, mode="drop")
+  x_L, count_L = (jnp.take(of_V, ids_L, mode="clip") for of_V in (logits_V, count_V))
+  return logits_V.at[ids_L].set(x_L - value * count_L, mode="drop")

@@ -69,8 +69,8 @@ def _dry(logits_V: Array, state: tuple, context: Context) -> Array:
   power_L = base ** jnp.maximum(agreed_L - allowed, 0).astype(jnp.float32)
   ids_L = jnp.where(agreed_L >= allowed, context.tokens_L, logits_V.shape[0])
   highest = np.finfo(np.float32).max  # so that the product of a large power stays a number
-  penalty_V = jnp.zeros_like(logits_V).at[ids_L].max(jnp.minimum(multiplier * power_L, highest), mode="drop")
-  return logits_V - penalty_V
+  left_L = jnp.take(logits_V, ids_L, mode="clip") - jnp.minimum(multiplier * power_L, highest)
+  return logits_V.at[ids_L].min(left_L, mode="drop")
 
 
 def _no_repeat_ngram(logits_V: Array, n: Array, context: Context) -> Array:

@@ -3,20 +3,23 @@ so may an order of one's own. The rules are those of the cases C20 … C25, and 
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decoder.sampling.law import Law, Part
 from decoder.sampling.masks import bad_words
-from decoder.sampling.selection import keep_head, only_if
+from decoder.sampling.selection import keep_number, only_if
 from decoder.sampling.temperature import temperature
-from decoder.sampling.transforms import Context, LogitTransform, Skipped, check
+from decoder.sampling.transforms import Filter, LogitTransform, check
 from decoder.sampling.truncation import (
   REACHED,
   SLACK,
   XTC_TAG,
   below_one,
+  first_of,
   first_positive,
+  head_of_mass,
+  head_of_number,
   log_law,
   nucleus,
   positive,
@@ -30,44 +33,44 @@ from decoder.types import Array
 def top_k_with_ties(value: int | None) -> LogitTransform:
   """Like top_k, but keeps all that equal the k-th (transformers, vLLM)."""
   state = whole_k(value)
-  return LogitTransform(lambda: state, Skipped(positive, _top_k_with_ties))
+  return LogitTransform(lambda: state, Filter(positive, _top_k_with_ties, _narrow_k_with_ties))
 
 
 def top_p_from_below(value: float | None) -> LogitTransform:
   """Like top_p, but the highest ids of equals stay: the least probable go while the mass of what goes is ≤ 1 − p,
   lowest id first (transformers, vLLM). 0 keeps one token."""
   state = _share("top_p", 1.0 if value is None else value, 0)
-  return LogitTransform(lambda: state, Skipped(below_one, _top_p_from_below))
+  return LogitTransform(lambda: state, Filter(below_one, _top_p_from_below, _narrow_p_from_below))
 
 
 def top_p_with_ties(value: float | None) -> LogitTransform:
   """Like top_p, but keeps all that equal the last kept; 0 is off (MLX)."""
   state = _share("top_p", value or 1.0, 0)
-  return LogitTransform(lambda: state, Skipped(below_one, _top_p_with_ties))
+  return LogitTransform(lambda: state, Filter(below_one, _top_p_with_ties, _narrow_p_with_ties))
 
 
 def top_p_or_one(value: float | None) -> LogitTransform:
   """Like top_p; 0 keeps one token (llama.cpp)."""
   state = _share("top_p", 1.0 if value is None else value, 0)
-  return LogitTransform(lambda: state, Skipped(below_one, _top_p_or_one))
+  return LogitTransform(lambda: state, Filter(below_one, _top_p_or_one, _narrow_p_or_one))
 
 
 def typical_with_ties(value: float | None) -> LogitTransform:
   """Like typical, but keeps all that are as far from the entropy as the last kept (transformers)."""
   state = _share("typical_p", 1.0 if value is None else value, 2.0**-100)
-  return LogitTransform(lambda: state, Skipped(below_one, _typical_with_ties))
+  return LogitTransform(lambda: state, Filter(below_one, _typical_with_ties))
 
 
 def typical_beyond(value: float | None) -> LogitTransform:
   """Like typical, but the set's mass must exceed `value` (llama.cpp)."""
   state = _share("typical_p", 1.0 if value is None else value, 2.0**-100)
-  return LogitTransform(lambda: state, Skipped(below_one, _typical_beyond))
+  return LogitTransform(lambda: state, Filter(below_one, _typical_beyond))
 
 
 def xtc_above(probability: float, threshold: float = 0.1) -> LogitTransform:
   """Like xtc, but for tokens of probability above the threshold, and all that equal the least probable of them stay
   (MLX)."""
-  return xtc(probability, threshold)._replace(update=Skipped(first_positive, _xtc_above, XTC_TAG))
+  return xtc(probability, threshold)._replace(update=Filter(first_positive, _xtc_above, tag=XTC_TAG))
 
 
 def temperature_clamped(value: float) -> LogitTransform:
@@ -86,45 +89,70 @@ def _share(name: str, value: float, least: float) -> np.float32:
   return np.float32(value)
 
 
-def _with_ties(logits_V: Array, kept_V: Array) -> Array:
+def _with_ties(logits_N: Array, kept_N: Array) -> Array:
   """What equals the least that was kept comes back."""
-  edge = jnp.min(jnp.where(kept_V > -jnp.inf, kept_V, jnp.inf))
-  return jnp.where(logits_V >= edge, logits_V, -jnp.inf)
+  edge = jnp.min(jnp.where(kept_N > -jnp.inf, kept_N, jnp.inf))
+  return jnp.where(logits_N >= edge, logits_N, -jnp.inf)
 
 
-def _top_k_with_ties(logits_V: Array, k: Array, context: Context) -> Array:
-  def keep(x_V: Array, k: Array) -> Array:
-    return _with_ties(x_V, keep_head(x_V, jnp.ones_like, k.astype(jnp.float32)))
-
-  return only_if(k < logits_V.shape[0], keep, logits_V, k)
-
-
-def _top_p_from_below(logits_V: Array, p: Array, context: Context) -> Array:
-  return nucleus(logits_V[::-1], p)[::-1]
+def _first_with_ties(law: Law, last: Array, found: Array) -> Part:
+  """The list up to its entry `last`, and what equals that."""
+  edge = law.top_C[last]
+  return Part(jnp.where(law.top_C >= edge, law.top_C, -jnp.inf), law.few | (found & (law.floor < edge)))
 
 
-def _top_p_with_ties(logits_V: Array, p: Array, context: Context) -> Array:
-  return _with_ties(logits_V, nucleus(logits_V, p))
+def _top_k_with_ties(logits_N: Array, ids_N: Array, k: Array, chance: Array) -> Array:
+  def keep(x_N: Array, k: Array) -> Array:
+    return _with_ties(x_N, keep_number(x_N, k))
+
+  return only_if(k < logits_N.shape[0], keep, logits_N, k.astype(jnp.float32))
 
 
-def _top_p_or_one(logits_V: Array, p: Array, context: Context) -> Array:
-  return nucleus(logits_V, p)
+def _narrow_k_with_ties(law: Law, k: Array, chance: Array) -> Part:
+  return _first_with_ties(law, *head_of_number(law, k))
 
 
-def _typical_with_ties(logits_V: Array, p: Array, context: Context) -> Array:
-  off_V, edge, _ = typical_set(logits_V, p * REACHED)
-  return jnp.where(off_V <= edge, logits_V, -jnp.inf)
+def _top_p_from_below(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:
+  return nucleus(logits_N[::-1], p)[::-1]
 
 
-def _typical_beyond(logits_V: Array, p: Array, context: Context) -> Array:
-  off_V, edge, border = typical_set(logits_V, p / REACHED)
-  first_V = jnp.arange(logits_V.shape[0]) <= border
-  return jnp.where((off_V < edge) | ((off_V == edge) & first_V), logits_V, -jnp.inf)
+def _narrow_p_from_below(law: Law, p: Array, chance: Array) -> Part:
+  last, found = head_of_mass(law, p)
+  edge, place_C = law.top_C[last], jnp.arange(law.top_C.shape[0])
+  tied_C = law.top_C == edge
+  number = jnp.sum(tied_C & (place_C <= last))
+  kept_C = (law.top_C > edge) | (tied_C & (jnp.cumsum(tied_C[::-1])[::-1] <= number))
+  return Part(jnp.where(kept_C, law.top_C, -jnp.inf), law.few | (found & (law.floor < edge)))
 
 
-def _xtc_above(logits_V: Array, state: tuple, context: Context) -> Array:
+def _top_p_with_ties(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:
+  return _with_ties(logits_N, nucleus(logits_N, p))
+
+
+def _narrow_p_with_ties(law: Law, p: Array, chance: Array) -> Part:
+  return _first_with_ties(law, *head_of_mass(law, p))
+
+
+def _top_p_or_one(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:
+  return nucleus(logits_N, p)
+
+
+def _narrow_p_or_one(law: Law, p: Array, chance: Array) -> Part:
+  return first_of(law, *head_of_mass(law, p))
+
+
+def _typical_with_ties(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:
+  off_N, edge, _ = typical_set(logits_N, ids_N, p * REACHED)
+  return jnp.where(off_N <= edge, logits_N, -jnp.inf)
+
+
+def _typical_beyond(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:
+  off_N, edge, border = typical_set(logits_N, ids_N, p / REACHED)
+  return jnp.where((off_N < edge) | ((off_N == edge) & (ids_N <= border)), logits_N, -jnp.inf)
+
+
+def _xtc_above(logits_N: Array, ids_N: Array, state: tuple, chance: Array) -> Array:
   probability, threshold = state
-  strong_V = log_law(logits_V)[0] > jnp.log(threshold) + SLACK
-  least = jnp.min(jnp.where(strong_V, logits_V, jnp.inf))
-  acts = jax.random.uniform(context.key) < probability
-  return jnp.where(acts & (logits_V > least), -jnp.inf, logits_V)
+  strong_N = log_law(logits_N)[0] > jnp.log(threshold) + SLACK
+  least = jnp.min(jnp.where(strong_N, logits_N, jnp.inf))
+  return jnp.where((chance < probability) & (logits_N > least), -jnp.inf, logits_N)

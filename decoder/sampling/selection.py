@@ -1,8 +1,9 @@
 """Finding the head of a vocabulary's order without sorting the vocabulary.
 
-The set that top-k or top-p keeps is nearly always among the few largest logits, which a partial sort yields at a tenth
-of the price of a pass over everything. Where it is not, floats are mapped to integers of the same order and the value
-at the edge is found by bisection on the bits. Both are exact; what is skipped depends on the data, not on a setting.
+What filters keep is nearly always among the few largest logits, which a partial sort of the best blocks yields for the
+price of a few passes over everything (`law.py` works on them). Where it is not, floats are mapped to integers of the
+same order and the value at the edge is found by bisection on the bits. Both are exact; what is skipped depends on the
+data, not on a setting.
 """
 
 from collections.abc import Callable
@@ -23,17 +24,32 @@ _SIGN = np.uint32(1 << 31)
 def only_if(needed: Array, change: Callable, x: Any, *inputs: Any) -> Any:
   """`change(x, *inputs)` where needed (a scalar), else x; x and inputs are arrays or pytrees of them.
 
-  Under vmap a `cond` computes both branches for every row; a loop that runs at most once is skipped as a whole when
-  no row needs it, which is what makes an unused setting free. What `change` works on must come in through x and
-  inputs: XLA moves whatever else it computes out of the loop, and does it always.
+  Under vmap a `cond` computes both branches for every row. This one stays a branch, which is taken when any row needs
+  it; that is what makes an unused setting free. Whatever `change` has of a row must come in through x and inputs.
   """
 
-  def once(carry: tuple) -> tuple:
-    needed, x, inputs = carry
-    spent = jax.tree.map(jnp.zeros_like, inputs)  # inputs that stay as they are would count as "whatever else"
-    return jnp.zeros_like(needed), change(x, *inputs), spent
+  @jax.custom_batching.custom_vmap
+  def chosen(needed: Array, x: Any, inputs: tuple) -> Any:
+    return lax.cond(needed, lambda x, inputs: change(x, *inputs), lambda x, inputs: x, x, inputs)
 
-  return lax.while_loop(lambda carry: carry[0], once, (needed, x, inputs))[1]
+  @chosen.def_vmap
+  def _(rows: int, batched: Any, *arguments: Any) -> tuple[Any, Any]:
+    def repeated(there: bool, leaf: Array) -> Array:
+      return leaf if there else jnp.broadcast_to(leaf, (rows, *leaf.shape))
+
+    def some(needed_B: Array, x: Any, inputs: tuple) -> Any:
+      changed = jax.vmap(change)(x, *inputs)
+      return changed if rows == 1 else jax.tree.map(jax.vmap(jnp.where), _like(x, needed_B), changed, x)
+
+    needed_B, x, inputs = jax.tree.map(repeated, tuple(batched), arguments)
+    after = lax.cond(jnp.any(needed_B), some, lambda needed_B, x, inputs: x, needed_B, x, inputs)
+    return after, _like(after, True)
+
+  return chosen(jnp.asarray(needed), x, inputs)
+
+
+def _like(tree: Any, value: Any) -> Any:
+  return jax.tree.map(lambda leaf: value, tree)
 
 
 def largest(x_V: Array) -> Array:
@@ -57,42 +73,38 @@ def head(x_V: Array) -> tuple[Array, Array]:
   return top_C, jnp.minimum(chosen_C[place_C // _BLOCK] * _BLOCK + place_C % _BLOCK, size - 1)
 
 
-def keep_head(logits_V: Array, weigh: Callable[[Array], Array], wanted: Array) -> Array:
+def keep_head(logits_V: Array, weight_V: Array, wanted: Array) -> Array:
   """Keeps the shortest head of the order "largest logit first, then lowest id" whose weights sum to ≥ `wanted`; the
-  rest becomes −inf. weigh: logits of any number -> their weights, monotone and not negative."""
-  size = logits_V.shape[0]
-  logits_V = jnp.where(logits_V == 0, 0.0, logits_V)  # a partial sort puts +0 before −0; they are one value
-  top_C, ids_C = head(logits_V)
-  reached_C = jnp.cumsum(weigh(top_C)) >= wanted
-  found = jnp.any(reached_C)
-  last = jnp.argmax(reached_C)
-  # The head ends with the token `border`, whose logit is `edge`.
-  end = (top_C[last], ids_C[last].astype(jnp.int32))
-  edge, border = only_if(~found & (size > FEW), lambda _, x_V: _search(x_V, weigh, wanted), end, logits_V)
-  everything = ~found & (size <= FEW)  # rounding kept even the whole from reaching what was wanted
-  ids_V = jnp.arange(size, dtype=jnp.int32)
-  kept_V = (logits_V > edge) | ((logits_V == edge) & (ids_V <= border)) | everything
-  return jnp.where(kept_V, logits_V, -jnp.inf)
+  rest becomes −inf. Weights grow with the logits and are not negative.
 
-
-def _search(logits_V: Array, weigh: Callable[[Array], Array], wanted: Array) -> tuple[Array, Array]:
-  """The end of the head by bisection: the logit and the id of its last token.
-
-  First for the weight of that token, since then a pass reads one array, the weights, which are both what is compared
-  and what is added; then for its logit among those of the same weight; then for its id among those of the same logit.
+  Bisects for the weight of the head's last token, since then a pass reads one array, the weights, which are both what
+  is compared and what is added; what weighs the same is left to `_end`.
   """
-  weight_V = weigh(logits_V)
   anywhere_V = jnp.ones_like(weight_V, dtype=bool)
   each = _edge(weight_V, anywhere_V, lambda at_least_V: jnp.sum(jnp.where(at_least_V, weight_V, 0.0)) >= wanted)
   missing = wanted - jnp.sum(jnp.where(weight_V > each, weight_V, 0.0))
   number = jnp.maximum(jnp.ceil(missing / jnp.where(each > 0, each, 1.0)), 1.0)
-  alike_V = weight_V == each
-  edge = _edge(logits_V, alike_V, lambda at_least_V: _count(at_least_V & alike_V) >= number)
-  tied_V = logits_V == edge
-  number = number - _count(alike_V & (logits_V > edge))
+  return _until(logits_V, *_end(logits_V, weight_V == each, number))
+
+
+def keep_number(logits_V: Array, number: Array) -> Array:
+  """Keeps so many (float32, ≥ 1) of the same order."""
+  return _until(logits_V, *_end(logits_V, jnp.ones_like(logits_V, dtype=bool), number))
+
+
+def _until(logits_V: Array, edge: Array, border: Array) -> Array:
   ids_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
-  border = jnp.max(jnp.where(tied_V & (jnp.cumsum(tied_V) <= number), ids_V, 0))
-  return edge, border
+  return jnp.where((logits_V > edge) | ((logits_V == edge) & (ids_V <= border)), logits_V, -jnp.inf)
+
+
+def _end(logits_V: Array, among_V: Array, number: Array) -> tuple[Array, Array]:
+  """The logit and the id of the last of the first `number` of those `among_V`: bisects for the logit, and counts ids
+  among those of the same."""
+  edge = _edge(logits_V, among_V, lambda at_least_V: _count(at_least_V & among_V) >= number)
+  tied_V = logits_V == edge
+  number = number - _count(among_V & (logits_V > edge))
+  ids_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
+  return edge, jnp.max(jnp.where(tied_V & (jnp.cumsum(tied_V) <= number), ids_V, 0))
 
 
 def _edge(x_V: Array, among_V: Array, enough: Callable[[Array], Array]) -> Array:

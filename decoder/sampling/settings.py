@@ -1,14 +1,15 @@
 """What may be asked of the draw: the part of a request's settings that becomes a chain of transforms."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 from decoder.sampling.orders import LINKS, build, check_order, needs_full, used
 from decoder.sampling.penalties import Scope
 from decoder.sampling.presets import PRESETS
 from decoder.sampling.transforms import LogitTransform, chain
 
+_A_WORD = (0,)  # stands for one that is given as text, where only its being there matters
 _FILTERS = ("top_k", "top_p", "min_p", "typical", "epsilon", "eta", "top_n_sigma", "xtc")
 
 
@@ -23,11 +24,11 @@ class SamplingSettings:
   Penalties: repetition_penalty on tokens of the prompt or output, once each (1: off); presence_penalty and
   frequency_penalty on those of the output (0: off); repetition_scope and penalty_scope change where they look: 'all',
   'output' or a number of last tokens. dry_multiplier (0: off) with dry_base, dry_allowed_length, dry_scope and
-  dry_breakers (ids); no_repeat_ngram_size (None, 0: off).
-  By id: logit_bias {id: number} and sequence_bias {(id, …): number}, or pairs; bad_words [[id, …], …]; allowed_tokens
-  (None: all); suppress_tokens; begin_suppress_tokens, for the first token only; min_new_tokens before any end id;
-  forced_bos, the first token; forced_eos, the last before the limit; length_decay (tokens, factor), which makes ends
-  likelier.
+  dry_breakers (ids, or texts of one token); no_repeat_ngram_size (None, 0: off).
+  By id: logit_bias {id: number} and sequence_bias {(id, …): number}, or pairs; bad_words [[id, …], …], or texts, as the
+  tokenizer writes them with and without a space before; allowed_tokens (None: all); suppress_tokens;
+  begin_suppress_tokens, for the first token only; min_new_tokens before any end id; forced_bos, the first token;
+  forced_eos, the last before the limit; length_decay (tokens, factor), which makes ends likelier.
   order: names of `decoder.sampling.orders.LINKS`, in another order than ours; preset: 'hf', 'vllm', 'llamacpp' or
   'mlx', the order and the rules of that library. One compilation each.
   transforms: LogitTransforms of your own, applied first, on the model's float32 logits; make them once, since programs
@@ -57,11 +58,11 @@ class SamplingSettings:
   dry_base: float = 1.75
   dry_allowed_length: int = 2
   dry_scope: Scope = "all"
-  dry_breakers: Sequence[int] = ()
+  dry_breakers: Sequence[int | str] = ()
   no_repeat_ngram_size: int | None = None
   logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
   sequence_bias: Mapping[Sequence[int], float] = dataclasses.field(default_factory=dict)
-  bad_words: Sequence[Sequence[int]] = ()
+  bad_words: Sequence[Sequence[int] | str] = ()
   allowed_tokens: Sequence[int] | None = None
   suppress_tokens: Sequence[int] = ()
   begin_suppress_tokens: Sequence[int] = ()
@@ -106,11 +107,34 @@ class SamplingSettings:
     known = {setting: getattr(self, setting) for link in LINKS.values() for setting in link.settings}
     for scope in ("repetition_scope", "penalty_scope"):
       known[scope] = getattr(preset, scope) if known[scope] is None else known[scope]
+    known["bad_words"] = tuple(_A_WORD if isinstance(word, str) else word for word in self.bad_words)
+    known["dry_breakers"] = tuple(one for one in self.dry_breakers if not isinstance(one, str))
     return known
+
+  @property
+  def has_texts(self) -> bool:
+    """Whether something is given as text where a model has ids; `encoded` makes them."""
+    return any(isinstance(one, str) for one in (*self.bad_words, *self.dry_breakers))
+
+  def encoded(self, spell: Callable[[str, str], Sequence[tuple[int, ...]]]) -> Self:
+    """With ids in place of texts. spell: (name of a setting, text) -> the ids of its spellings."""
+    words: list[tuple[int, ...]] = []
+    for word in self.bad_words:
+      words += spell("bad_words", word) if isinstance(word, str) else [word]
+    breakers: list[int] = []
+    for one in self.dry_breakers:
+      ways = spell("dry_breakers", one) if isinstance(one, str) else [(one,)]
+      single = [ids[0] for ids in ways if len(ids) == 1]
+      if not single:
+        raise ValueError(f"dry_breakers must be single tokens, got {one!r}, which has {len(ways[0])}; give its parts")
+      breakers += single
+    return dataclasses.replace(self, bad_words=words, dry_breakers=breakers)
 
   def chain(self, full: bool | None = None) -> LogitTransform:
     """The chain of transforms these settings stand for: the short or the full one (None: as they need). Where both can
     do what is asked they draw the same tokens: their logits differ by the rounding of two compilations at most."""
+    if self.has_texts:
+      raise ValueError("bad_words and dry_breakers hold texts, which a model's tokenizer writes as ids; see `encoded`")
     full = self.needs_full if full is None else full
     return chain(*self.transforms, *build(self.names, self.numbers(), full))
 
@@ -118,15 +142,16 @@ class SamplingSettings:
     """The transforms that are on, in their order, each with its numbers; plain data."""
     numbers, own = self.numbers(), [{"name": "transform"} for _ in self.transforms]
     on = used(self.names, numbers)
+    numbers |= {"bad_words": self.bad_words, "dry_breakers": self.dry_breakers}
     return own + [{"name": name, **{s: plain(numbers[s]) for s in LINKS[name].settings}} for name in on]
 
   def check_vocabulary(self, size: int) -> None:
     """ValueError for ids that a model with so many tokens cannot draw."""
     listed = {
       **{name: getattr(self, name) or () for name in ("allowed_tokens", "suppress_tokens", "begin_suppress_tokens")},
-      "dry_breakers": self.dry_breakers,
+      "dry_breakers": self.numbers()["dry_breakers"],
       "logit_bias": self.logit_bias,
-      "bad_words": [token for word in self.bad_words for token in word],
+      "bad_words": [token for word in self.bad_words if not isinstance(word, str) for token in word],
       "sequence_bias": [token for sequence in self.sequence_bias for token in sequence],
       **{name: [t for t in (getattr(self, name),) if t is not None] for name in ("forced_bos", "forced_eos")},
     }
@@ -143,7 +168,11 @@ class SamplingSettings:
         object.__setattr__(self, name, tuple(_listed(name, value)))
     if self.order is not None and not all(isinstance(name, str) for name in self.order):
       raise ValueError(f"order must be a list of names of transforms, got {self.order!r}")
-    object.__setattr__(self, "bad_words", tuple(tuple(_listed("bad_words", word)) for word in self.bad_words))
+    words = tuple(word if isinstance(word, str) else tuple(_listed("bad_words", word)) for word in self.bad_words)
+    object.__setattr__(self, "bad_words", words)
+    for name in ("bad_words", "dry_breakers"):
+      if "" in getattr(self, name):
+        raise ValueError(f"{name} must hold texts of at least one character, or ids, got ''")
     object.__setattr__(self, "logit_bias", dict(_pairs("logit_bias", self.logit_bias)))
     pairs = _pairs("sequence_bias", self.sequence_bias)
     object.__setattr__(self, "sequence_bias", {tuple(_listed("sequence_bias", one)): number for one, number in pairs})
@@ -167,7 +196,10 @@ class SamplingSettings:
     if self.temperature == 0 and self.preset == "mlx" and self.xtc_probability:
       raise ValueError("xtc_probability has no effect at temperature 0 in MLX; set temperature above 0")
     allowed = set(self.allowed_tokens or ())
-    banned = {*self.suppress_tokens, *(word[0] for word in self.bad_words if len(word) == 1)}
+    banned = {
+      *self.suppress_tokens,
+      *(word[0] for word in self.bad_words if len(word) == 1 and not isinstance(word, str)),
+    }
     if allowed and allowed <= banned:
       raise ValueError("allowed_tokens leaves no token that suppress_tokens and bad_words do not forbid")
 

@@ -20,6 +20,11 @@ def temperature(value: float) -> LogitTransform:
   return LogitTransform(lambda: np.float32(value), _temperature)
 
 
+def replaced_temperature() -> LogitTransform:
+  """A temperature that changes nothing, because another transform sees to it."""
+  return LogitTransform(lambda: np.float32(np.inf), _temperature)
+
+
 def dynamic_temperature(value: float, spread: float, exponent: float = 1.0) -> LogitTransform:
   """A temperature from value − spread (not below 0), where one token has all mass, to value + spread, where all that
   are left are equally probable: it grows with the entropy's share of its maximum, to the power `exponent`.
@@ -41,13 +46,13 @@ def _on(state: tuple) -> Array:
 
 def _temperature(logits_V: Array, value: Array, context: Context) -> Array:
   # Below the smallest normal float32 a quotient may flush to 0/0; the limit is the maximum alone.
-  greedy = value < np.finfo(np.float32).tiny
+  greedy, warm = value < np.finfo(np.float32).tiny, value < np.inf
 
   def best(x_V: Array) -> Array:
     # The maximum itself, so that NaN, and −inf where all is masked, are still seen after it.
     return jnp.where(jnp.arange(x_V.shape[0]) == largest(x_V), jnp.max(x_V), -jnp.inf)
 
-  cooled_V = only_if(~greedy, lambda x_V: (x_V - jnp.max(x_V)) / value, logits_V)
+  cooled_V = only_if(warm & ~greedy, lambda x_V, value: (x_V - jnp.max(x_V)) / value, logits_V, value)
   return only_if(greedy, best, cooled_V)
 
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decoder.sampling.selection import FEW, head, only_if
+from decoder.sampling.law import Change, Law, Part, closed, opened, widened
+from decoder.sampling.selection import only_if
 from decoder.types import Array, Key
 
 
@@ -53,25 +54,14 @@ class LogitTransform(NamedTuple):
 
 
 class Skipped(NamedTuple):
-  """An update that is skipped where no row's state makes it `active`.
-
-  change: (logits_V, state, context) -> logits_V, on what is active. It must depend on the logits, the state or
-  context.length: XLA would do the rest of its work in any case. tag: folded into the key of a random one; the others
-  are given none.
-  """
+  """An update that is skipped where no row's state makes it `active`. change: (logits_V, state, context) -> logits_V,
+  on what is active; its context has no key."""
 
   active: Callable[[Any], Array]
   change: Callable[[Array, Any, Context], Array]
-  tag: int | None = None
 
   def __call__(self, logits_V: Array, state: Any, context: Context) -> Array:
-    words = None if self.tag is None else jax.random.key_data(context.key)
-
-    def once(logits_V: Array, state: Any, length: Array, words: Array | None) -> Array:
-      key = None if words is None else jax.random.fold_in(jax.random.wrap_key_data(words), np.uint32(self.tag))
-      return self.change(logits_V, state, context._replace(length=length, key=key))
-
-    return only_if(self.active(state), once, logits_V, state, context.length, words)
+    return only_if(self.active(state), self.change, logits_V, state, context._replace(key=None))
 
   @property
   def name(self) -> str:
@@ -87,7 +77,7 @@ class Added(NamedTuple):
   additions: Callable[[Any, Context], tuple[Array, Array]]
 
   def __call__(self, logits_V: Array, state: Any, context: Context) -> Array:
-    return _add((self,), logits_V, (state,), context)
+    return _add((self,), (state,), logits_V, context)
 
   @property
   def name(self) -> str:
@@ -95,15 +85,70 @@ class Added(NamedTuple):
     return self.additions.__name__
 
 
-def _add(links: Sequence[Added], logits_V: Array, states: tuple, context: Context) -> Array:
-  def once(logits_V: Array, states: tuple, length: Array) -> Array:
-    row = context._replace(length=length, key=None)
+def _add(links: Sequence[Added], states: tuple, logits_V: Array, context: Context) -> Array:
+  def once(logits_V: Array, states: tuple, row: Context) -> Array:
     added = [link.additions(state, row) for link, state in zip(links, states)]
     ids_N, bias_N = (jnp.concatenate(parts) for parts in zip(*added))
     return logits_V.at[jnp.where(ids_N < 0, logits_V.shape[0], ids_N)].add(bias_N, mode="drop")
 
-  needed = jnp.stack([link.active(state) for link, state in zip(links, states)]).any()
-  return only_if(needed, once, logits_V, states, context.length)
+  return only_if(_any_active(links, states), once, logits_V, states, context._replace(key=None))
+
+
+class Filter(NamedTuple):
+  """An update that removes tokens, knowing them by their logits alone; skipped like `Skipped`. Several in a row share
+  one `Law`.
+
+  change: what it does to logits of any number, see `law.Change`; chance: a random number in [0, 1) where it has a tag,
+  which is folded into the key. narrow: (law, state, chance) -> Part, what it leaves of the law's list, and whether that
+  is everything; None: the change, which says nothing of laws that have more than the list.
+  """
+
+  active: Callable[[Any], Array]
+  change: Change
+  narrow: Callable[[Law, Any, Array], Part] | None = None
+  tag: int | None = None
+
+  def __call__(self, logits_V: Array, state: Any, context: Context) -> Array:
+    return _filter((self,), (state,), logits_V, context)
+
+  @property
+  def name(self) -> str:
+    """What the transform is called."""
+    return self.change.__name__
+
+  def on(self, law: Law, state: Any, words: Array | None) -> Law:
+    """The law that it leaves. words: of the row's key."""
+    active, chance = self.active(state), jnp.float32(0)
+    if self.tag is not None:
+      chance = only_if(active, self._drawn, chance, words)
+    left = only_if(active, self._narrowed, Part(law.top_C, law.few), law, state, chance)
+    return widened(law._replace(top_C=left.top_C, few=left.few), active, self.change, state, chance)
+
+  def _narrowed(self, part: Part, law: Law, state: Any, chance: Array) -> Part:
+    if self.narrow is not None:
+      return self.narrow(law, state, chance)
+    return part._replace(top_C=self.change(law.top_C, law.ids_C, state, chance))
+
+  def _drawn(self, _: Array, words: Array) -> Array:
+    return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(words), np.uint32(self.tag)))
+
+
+def _filter(links: Sequence[Filter], states: tuple, logits_V: Array, context: Context) -> Array:
+  def run(logits_V: Array, states: tuple, words: Array | None) -> Array:
+    law = opened(logits_V)
+    for link, state in zip(links, states):
+      law = link.on(law, state, words)
+    return closed(law)
+
+  return only_if(_any_active(links, states), run, logits_V, states, _words(context))
+
+
+def _words(context: Context) -> Array | None:
+  return None if context.key is None else jax.random.key_data(context.key)
+
+
+def _any_active(links: Sequence[Any], states: Sequence[Any]) -> Array:
+  return jnp.stack([link.active(state) for link, state in zip(links, states)]).any()
 
 
 class _Update(NamedTuple):
@@ -112,10 +157,9 @@ class _Update(NamedTuple):
   links: tuple[Callable, ...]
 
   def __call__(self, logits_V: Array, state: tuple, context: Context) -> Array:
-    for adds, run in itertools.groupby(zip(self.links, state), lambda pair: isinstance(pair[0], Added)):
-      if adds:
-        links, parts = zip(*run)
-        logits_V = _add(links, logits_V, parts, context)
+    for together, run in self._runs(state):
+      if together is not None:
+        logits_V = together(*zip(*run), logits_V, context)
       else:
         for change, part in run:
           logits_V = _changed(change, logits_V, part, context)
@@ -123,13 +167,23 @@ class _Update(NamedTuple):
 
   def steps(self, logits_V: Array, state: tuple, context: Context) -> Iterator[Array]:
     """What each of `names` leaves, one after another."""
-    for change, part in zip(self.links, state):
-      if isinstance(change, _Together):
-        *between, logits_V = change.inner.steps(logits_V, part, context)
-        yield from between
-      else:
-        logits_V = _changed(change, logits_V, part, context)
-      yield logits_V
+    for together, run in self._runs(state):
+      law = opened(logits_V) if together is _filter else None
+      for change, part in run:
+        if law is not None:
+          law = change.on(law, part, _words(context))
+          logits_V = closed(law)
+        elif isinstance(change, _Together):
+          *between, logits_V = change.inner.steps(logits_V, part, context)
+          yield from between
+        else:
+          logits_V = _changed(change, logits_V, part, context)
+        yield logits_V
+
+  def _runs(self, state: tuple) -> Iterator[tuple]:
+    """Links with their states; those of a kind that works together as one, with what does."""
+    for kind, run in itertools.groupby(zip(self.links, state), lambda pair: type(pair[0])):
+      yield {Added: _add, Filter: _filter}.get(kind), list(run)
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -139,23 +193,16 @@ class _Update(NamedTuple):
 
   def active(self, state: tuple) -> Array:
     """Whether any link is; all must be `Skipped` or `Added`."""
-    return jnp.stack([link.active(part) for link, part in zip(self.links, state)]).any()
+    return _any_active(self.links, state)
 
 
 class _Together(NamedTuple):
-  """A chain of updates, skipped as one where no row's state makes any of them active. run: how they are called."""
+  """A chain of updates, skipped as one where no row's state makes any of them active."""
 
   inner: _Update
-  run: Callable[[Callable, Array, Any, Context], Array]
 
   def __call__(self, logits_V: Array, state: tuple, context: Context) -> Array:
-    words = None if context.key is None else jax.random.key_data(context.key)
-
-    def once(logits_V: Array, state: tuple, length: Array, words: Array | None) -> Array:
-      key = None if words is None else jax.random.wrap_key_data(words)
-      return self.run(self.inner, logits_V, state, context._replace(length=length, key=key))
-
-    return only_if(self.inner.active(state), once, logits_V, state, context.length, words)
+    return only_if(self.inner.active(state), self.inner, logits_V, state, context._replace(key=None))
 
 
 class _Observe(NamedTuple):
@@ -173,32 +220,11 @@ def chain(*transforms: LogitTransform) -> LogitTransform:
   return LogitTransform(lambda: tuple(t.init() for t in transforms), update, observe)
 
 
-def skipped_together(*transforms: LogitTransform, by_id: bool = True) -> LogitTransform:
-  """A chain of transforms that are rarely used: where none is, all are skipped at the price of one. by_id: whether any
-  of them looks at what a token's id is; those that do not are spared the tokens that are no longer possible."""
+def skipped_together(*transforms: LogitTransform) -> LogitTransform:
+  """A chain of transforms that are rarely used: where none is, all are skipped at the price of one. All must be
+  `Skipped` or `Added`."""
   inner = chain(*transforms)
-  return inner._replace(update=_Together(inner.update, _on_all if by_id else _on_few))
-
-
-def _on_all(change: Callable, logits_V: Array, state: Any, context: Context) -> Array:
-  return change(logits_V, state, context)
-
-
-def _on_few(change: Callable, logits_V: Array, state: Any, context: Context) -> Array:
-  """Changes only the possible tokens, in the order of their ids, where they are few enough."""
-  if logits_V.shape[0] <= FEW:
-    return change(logits_V, state, context)
-
-  def changed(logits_V: Array, state: Any) -> Array:
-    top_C, ids_C = head(logits_V)
-    order_C = jnp.argsort(ids_C)
-    ids_C, left_C = ids_C[order_C], change(top_C[order_C], state, context)
-    # The largest: ids that fill up the head may come twice, with −inf.
-    return jnp.full_like(logits_V, -jnp.inf).at[ids_C].max(left_C)
-
-  few = jnp.sum((logits_V > -jnp.inf).astype(jnp.float32)) <= FEW
-  left_V = only_if(few, changed, logits_V, state)
-  return only_if(~few, lambda logits_V, state: change(logits_V, state, context), left_V, state)
+  return inner._replace(update=_Together(inner.update))
 
 
 def _changed(change: Callable, logits_V: Array, state: Any, context: Context) -> Array:
@@ -210,7 +236,7 @@ def _changed(change: Callable, logits_V: Array, state: Any, context: Context) ->
 
 
 def _name(change: Callable) -> str:
-  name = change.name if isinstance(change, Skipped | Added) else getattr(change, "__name__", str(change))
+  name = change.name if isinstance(change, Skipped | Added | Filter) else getattr(change, "__name__", str(change))
   return name.strip("_")
 
 

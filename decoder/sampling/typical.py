@@ -10,30 +10,34 @@ from decoder.types import Array
 
 
 class TypicalSet(NamedTuple):
-  """off_V: how far each token's surprise is from the entropy. edge, border: that of the last token in the set, and
+  """off_N: how far each token's surprise is from the entropy. edge, border: that of the last token in the set, and
   its id."""
 
-  off_V: Array
+  off_N: Array
   edge: Array
   border: Array
 
 
-def typical_set(logits_V: Array, share: Array) -> TypicalSet:
+def typical_set(logits_N: Array, ids_N: Array, share: Array) -> TypicalSet:
   """The smallest set that has this share of the mass: nearest to the entropy first, then lowest id."""
-  size = logits_V.shape[0]
-  x_V = logits_V - jnp.max(logits_V)
-  weight_V = jnp.exp(x_V)
-  mass = jnp.sum(weight_V)
-  mean = jnp.sum(jnp.where(weight_V > 0, weight_V * x_V, 0.0)) / mass
+  x_N = logits_N - jnp.max(logits_N)
+  weight_N = jnp.exp(x_N)
+  mass = jnp.sum(weight_N)
+  mean = jnp.sum(jnp.where(weight_N > 0, weight_N * x_N, 0.0)) / mass
   # |−log p − H|: the logarithm of the mass is in both and cancels. What is masked comes last of all.
-  off_V = jnp.where(weight_V > 0, jnp.abs(x_V - mean), jnp.inf)
-  near_C, ids_C = head(-off_V)
-  reached_C = jnp.cumsum(weight_V[ids_C]) >= share * mass
+  off_N = jnp.where(weight_N > 0, jnp.abs(x_N - mean), jnp.inf)
+  if logits_N.shape[0] <= FEW:
+    near_C, ids_C, weight_C = lax.sort((off_N, ids_N, weight_N), num_keys=2)
+  else:
+    near_C, ids_C = head(-off_N)  # of all, whose ids are their places
+    near_C, ids_C, weight_C = -near_C, ids_C.astype(jnp.int32), weight_N[ids_C]
+  reached_C = jnp.cumsum(weight_C) >= share * mass
   found = jnp.any(reached_C)
   last = jnp.where(found, jnp.argmax(reached_C), ids_C.shape[0] - 1)
-  end = (-near_C[last], ids_C[last].astype(jnp.int32))
-  wide = ~found & (size > FEW)
-  return TypicalSet(off_V, *only_if(wide, lambda _, *x: _search(*x), end, off_V, weight_V, share * mass))
+  end = (near_C[last], ids_C[last])
+  if logits_N.shape[0] > FEW:
+    end = only_if(~found, lambda _, *x: _search(*x), end, off_N, weight_N, share * mass)
+  return TypicalSet(off_N, *end)
 
 
 def _search(off_V: Array, weight_V: Array, wanted: Array) -> tuple[Array, Array]:

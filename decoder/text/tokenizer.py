@@ -5,6 +5,7 @@ A GGUF file's vocabulary is first rewritten as those files (`vocabulary.py`), so
 what was read can be written. The rules for BOS, EOS and special tokens are here; incremental text is `detokenizer.py`.
 """
 
+import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,21 @@ class Tokenizer:
     """The ids of a text that goes on after other tokens: without BOS, and without the space that some tokenizers put
     in front of a text."""
     return self._encode_inside(self._checked(text))
+
+  def spellings(self, text: str) -> list[tuple[int, ...]]:
+    """The ids of a text that goes on after others, as it stands and, where that is another, with a space before it.
+
+    Not all ids that a model may write it with: a part of it may be in one token with its neighbours. ValueError for a
+    text that the vocabulary lacks a part of.
+    """
+    texts = [text] if text[:1].isspace() else [text, f" {text}"]
+    found = [tuple(self.encode_inside(one)) for one in texts]
+    unknown = self.find(self.named_tokens["unk_token"]) if "unk_token" in self.named_tokens else None
+    written = b"".join(self.token_bytes(token) for token in found[0]).decode("utf-8", "replace")
+    lacks = not found[0] or unknown in found[0] or (self.is_bytes and _bare(written) != _bare(text))
+    if lacks:
+      raise ValueError(f"the tokenizer has no tokens for all of {text!r}; it writes it as {written!r}")
+    return list(dict.fromkeys(ids for ids in found if ids and unknown not in ids))
 
   def find(self, text: str) -> int | None:
     """The id of the token with this text, as the vocabulary writes it; None if there is none."""
@@ -197,6 +213,11 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
 
     return PieceTokenizer(files)
   raise ValueError(f"tokenizer: wanted tokenizer.json or tokenizer.model, got {sorted(files)}; add one of them")
+
+
+def _bare(text: str) -> str:
+  """What normalisers leave alone."""
+  return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _turn_ends(vocabulary: Mapping[str, int]) -> list[str]:

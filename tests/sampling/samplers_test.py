@@ -79,26 +79,56 @@ def test_a_law_slightly_wrong_would_be_seen(name):
 
 @pytest.mark.parametrize("k", [0, -1, None])
 def test_C13_top_k_off_draws_all_eight(k):
-  drawn = counts(chain(temperature(1.0), top_k(k)), np.zeros(8, np.float32))
-  assert (drawn > 0).all()
-  assert p_value(drawn, np.full(8, 1 / 8)) > 0.001
+  for logits in (np.zeros(8), np.log([0.1, 0.2, 0.3, 0.05, 0.05, 0.1, 0.1, 0.1]), np.log([8, 4, 2, 1, 1, 1, 1, 1])):
+    drawn = counts(chain(temperature(1.0), top_k(k)), logits.astype(np.float32))
+    assert (drawn > 0).all()
+    assert p_value(drawn, np.exp(logits) / np.exp(logits).sum()) > 0.001
 
 
-def test_C14_successive_draws_are_independent():
+@pytest.mark.slow
+@pytest.mark.parametrize(("k", "kept"), [(0, 600), (40, 40), (300, 300)])
+def test_draws_of_many_tokens_follow_the_law(k, kept):
+  """More than a list of the largest holds, fewer, and more after a filter: each is another way to draw."""
+  logits = np.random.default_rng(3).normal(size=600).astype(np.float32)
+  left = jax.jit(chain(temperature(1.0), top_k(k)).update)(logits, chain(temperature(1.0), top_k(k)).init(), CONTEXT)
+  assert int(jnp.sum(left > -jnp.inf)) == kept
+  key = request_key(5)
+  draw = jax.jit(lambda x: jax.lax.map(lambda i: categorical(jax.random.fold_in(key, i), x), jnp.arange(DRAWS),
+                                       batch_size=1000))  # fmt: skip
+  most = np.argsort(-logits, kind="stable")[:kept]
+  expected = softmax(np.where(np.isin(np.arange(600), most), logits.astype(np.float64), -np.inf))
+  assert p_value(np.bincount(np.asarray(draw(left)), minlength=600), expected) > 0.001
+  assert p_value(np.bincount(np.asarray(draw(left / 1.08)), minlength=600), expected) < 0.001, "negative control"
+
+
+@jax.jit
+def _many(seed, logits_V):
+  key = request_key(seed)
+  return jax.vmap(lambda i: categorical(jax.random.fold_in(key, i), logits_V))(jnp.arange(20_000))
+
+
+@pytest.mark.parametrize(("seed", "slope"), [(7, 0.0), (0, 0.02), (2**32 - 1, 0.05)])
+def test_C14_successive_draws_are_independent(seed, slope):
   """64 steps of one request under uniform logits, and the lag-1 autocorrelation of many."""
-  key = request_key(7)
-  draw = jax.jit(lambda: jax.vmap(lambda i: categorical(jax.random.fold_in(key, i), jnp.zeros(64)))(jnp.arange(20_000)))
-  tokens = np.asarray(draw())
+  tokens = np.asarray(_many(np.uint32(seed), slope * jnp.arange(64.0)))
   assert len(set(tokens[:64].tolist())) >= 8
   centred = tokens - tokens.mean()
   correlation = (centred[1:] * centred[:-1]).mean() / centred.var()
   assert abs(correlation) < 4 / np.sqrt(len(tokens))
 
 
-def test_C17_greedy_over_many_seeds():
-  processed = temperature(0.0).update(jnp.array([1.0, 5.0, 5.0, 2.0]), np.float32(0), CONTEXT)
-  drawn = jax.jit(jax.vmap(lambda s: categorical(request_key(s), processed)))(jnp.arange(100, dtype=jnp.uint32))
-  assert set(np.asarray(drawn).tolist()) == {1}
+@jax.jit
+def _greedy(seeds, logits_V):
+  processed = temperature(0.0).update(logits_V, np.float32(0), CONTEXT)
+  return jax.vmap(lambda s: categorical(request_key(s), processed))(seeds)
+
+
+@pytest.mark.parametrize(
+  ("logits", "first"), [((1.0, 5.0, 5.0, 2.0), 1), ((3.0, 3.0, 3.0, 3.0), 0), ((-9.0, -8.0, -9.0, -8.0), 1)]
+)
+def test_C17_greedy_over_many_seeds(logits, first):
+  drawn = _greedy(jnp.arange(100, dtype=jnp.uint32), jnp.array(logits))
+  assert set(np.asarray(drawn).tolist()) == {first}
 
 
 @pytest.mark.parametrize("size", [10, 64, 1000, 50_000])

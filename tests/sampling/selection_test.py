@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decoder.sampling import Context, top_p
-from decoder.sampling.selection import FEW, head, keep_head
+from decoder.sampling.selection import FEW, head, keep_head, keep_number
 
 LARGE = 262_144
 CONTEXT = Context(jnp.zeros(1, jnp.int32), jnp.int32(0), jnp.int32(0))
@@ -62,11 +62,14 @@ def test_the_head_is_that_of_a_partial_sort(kind, size):
       np.testing.assert_array_equal(got, want)
 
 
+_by_weight, _by_number = jax.jit(lambda x, n: keep_head(x, jnp.ones_like(x), n)), jax.jit(keep_number)
+
+
 @pytest.mark.parametrize("number", [1, 255, 256, 257, 1000, 9999, 10_000])
 @pytest.mark.parametrize("kind", ["peaked", "ties", "equal", "tiny"])
 def test_heads_of_any_length(kind, number):
   """By number, where all weigh the same: the search is then one among logits, and at last one among ids."""
   (x_V,) = draw(kind, rows=1, size=10_000)
-  kept_V = np.asarray(jax.jit(lambda x: keep_head(x, jnp.ones_like, jnp.float32(number)))(x_V)) > -np.inf
   want = np.argsort(-x_V, kind="stable")[:number]
-  assert set(np.nonzero(kept_V)[0].tolist()) == set(want.tolist())
+  for left_V in (_by_weight(x_V, jnp.float32(number)), _by_number(x_V, jnp.float32(number))):
+    assert set(np.nonzero(np.asarray(left_V) > -np.inf)[0].tolist()) == set(want.tolist())

@@ -42,15 +42,31 @@ def log(*p):
 
 @pytest.mark.parametrize("k", [0, -1, None])
 def test_C13_top_k_off_keeps_all(k):
-  assert kept(top_k(k), np.zeros(8)) == set(range(8))
+  for logits in (np.zeros(8), np.arange(2.0), np.r_[0.0, -50.0, 30.0]):
+    assert kept(top_k(k), logits) == set(range(len(logits)))
 
 
-def test_C15_traced_top_k_of_zero():
-  logits = np.random.default_rng(0).normal(size=50)
+@pytest.mark.parametrize(("size", "scale"), [(50, 1.0), (7, 9.0), (300, 0.01)])
+def test_C15_traced_top_k_of_zero(size, scale):
+  logits = np.random.default_rng(size).normal(size=size) * scale
   off, one = apply(chain(top_k(0), top_p(0.9)), logits, chain(top_k(1), top_p(0.9)))
   np.testing.assert_array_equal(off, apply(chain(top_k(None), top_p(0.9)), logits))
   assert set(np.nonzero(off > -np.inf)[0]) == oracle(logits, [("top_p", 0.9)])[0]
   assert np.nonzero(one > -np.inf)[0].tolist() == [np.argmax(logits)]
+
+
+@pytest.mark.parametrize(
+  ("seen", "logits", "value", "want"),
+  [
+    ((1, 1, 1, 1), (1.0, 3.0), 1.5, (1.0, 2.0)),
+    ((2, 0, 2, 0), (0.0, 5.0, -1.0), 4.0, (0.0, 5.0, -4.0)),
+    ((0, 1), (2.0, -2.0, 8.0), 0.5, (4.0, -1.0, 8.0)),
+  ],
+)
+def test_C27_a_token_seen_often_is_penalised_once(seen, logits, value, want):
+  row = Context(jnp.asarray(seen), jnp.int32(len(seen)), jnp.int32(1))
+  link = repetition(value)
+  np.testing.assert_array_equal(link.update(jnp.asarray(logits), link.init(), row), want)
 
 
 def test_C27_repetition_penalty_once_per_distinct_token():
@@ -67,7 +83,8 @@ def test_C27_repetition_penalty_once_per_distinct_token():
 
 @pytest.mark.parametrize("value", [0, 0.0, 1e-45, 1e-300])
 def test_C17_temperature_zero_keeps_the_lowest_of_tied_maxima(value):
-  assert kept(temperature(value), [1, 5, 5, 2]) == {1}
+  for logits, first in (([1, 5, 5, 2], 1), ([7, 7], 0), ([-3, -9, -3, -3, -4], 0), ([0.0, -0.0, 0.0], 0)):
+    assert kept(temperature(value), logits) == {first}
 
 
 def test_C18_temperature_zero_in_a_mixed_batch():
@@ -214,10 +231,15 @@ def test_extreme_temperatures_are_finite(value):
   assert out.argmax() == 0
 
 
-def test_large_logits_do_not_overflow():
-  """C33: logits near the end of half precision."""
+@pytest.mark.parametrize(
+  "logits", [[6e4, -6e4, 6e4 - 32, 3e38], [65504.0] * 4, [-65504.0, -6e4, -65504.0, -65472.0], [3e38, -3e38, 0, 1]]
+)
+def test_C33_large_logits_do_not_overflow(logits):
+  """Logits near the end of half precision, and of single."""
   for link in (temperature(1e-4), top_p(0.9), min_p(0.1), top_k(2)):
-    assert not np.isnan(apply(link, [6e4, -6e4, 6e4 - 32, 3e38])).any()
+    out = apply(link, logits)
+    assert not np.isnan(out).any()
+    assert np.isfinite(out.max())
 
 
 @pytest.mark.parametrize("link", [temperature(0.0), temperature(0.7), top_k(2), top_p(0.5), min_p(0.5)])

@@ -51,16 +51,21 @@ def holds_within_law(deltas, stops):
   return True
 
 
-def test_c58_a_prefix_of_a_stop_is_not_emitted():
-  pieces, fired = run(["DEF", "G", "HI", "J"], ["DEFGHIJ"])
+@pytest.mark.parametrize("chunks", [["DEF", "G", "HI", "J"], ["<", "|im_", "end", "|>"], ["漢", "字\n", "\n"]])
+def test_c58_a_prefix_of_a_stop_is_not_emitted(chunks):
+  stop = "".join(chunks)
+  pieces, fired = run(chunks, [stop])
   assert "".join(pieces) == ""
-  assert fired == "DEFGHIJ"
+  assert fired == stop
 
 
-def test_c59_multi_token_stop_in_stream():
-  for deltas in splits("xx###yy"):
-    pieces, fired = run(deltas, ["###"])
-    assert ("".join(pieces), fired) == ("xx", "###")
+@pytest.mark.parametrize(
+  ("text", "stop", "want"), [("xx###yy", "###", "xx"), ("ababac", "abac", "ab"), ("##-###", "###", "##-")]
+)
+def test_c59_multi_token_stop_in_stream(text, stop, want):
+  for deltas in splits(text):
+    pieces, fired = run(deltas, [stop])
+    assert ("".join(pieces), fired) == (want, stop)
 
 
 def test_c59_negative_control_looking_into_each_delta_alone_fails():
@@ -72,6 +77,10 @@ def test_c60_text_that_cannot_be_a_stop_is_emitted_at_once():
   assert cutter.feed("I ") == ("I ", None)
   assert cutter.feed("am <") == ("am ", None)
   assert cutter.feed("3") == ("<3", None)
+  two = Stops(["\n\n", "###"])
+  assert [two.feed(text)[0] for text in ("a\n", "b##", "", "\n", "c")] == ["a", "\nb", "", "##", "\nc"]
+  nested = Stops(["aab"])
+  assert [nested.feed(text)[0] for text in ("a", "a", "a", "c")] == ["", "", "a", "aac"]
 
 
 def test_c60_negative_control_holding_a_fixed_length_breaks_the_law():
@@ -84,10 +93,14 @@ def test_c60_negative_control_holding_a_fixed_length_breaks_the_law():
   assert fixed_length(["I "], "<|im_end|>") == ""  # where the law says "I "
 
 
-def test_c61_held_text_is_flushed_at_the_end():
-  cutter = Stops(["<|im_end|>"])
-  assert cutter.feed("ab<|im") == ("ab", None)
-  assert cutter.finish() == "<|im"
+@pytest.mark.parametrize(
+  ("stops", "text", "at_once", "held"),
+  [(["<|im_end|>"], "ab<|im", "ab", "<|im"), (["\n\n"], "end.\n", "end.", "\n"), (["###", "#!"], "##", "", "##")],
+)
+def test_c61_held_text_is_flushed_at_the_end(stops, text, at_once, held):
+  cutter = Stops(stops)
+  assert cutter.feed(text) == (at_once, None)
+  assert cutter.finish() == held
   assert cutter.finish() == ""
 
 
@@ -102,9 +115,18 @@ def test_c62_a_marker_is_not_split_by_holding_back(stop):
   assert not any("<|eot|>" in piece for piece in without)  # negative control
 
 
-def test_c64_which_stop_fired_and_whether_it_stays():
-  assert run(["ab", "c#", "##d"], ["zz", "###"], include_stop=True) == (["ab", "c", "###", ""], "###")
-  assert run(["ab", "c#", "##d"], ["zz", "###"]) == (["ab", "c", "", ""], "###")
+@pytest.mark.parametrize(
+  ("deltas", "stops", "kept", "fired"),
+  [
+    (["ab", "c#", "##d"], ["zz", "###"], "abc", "###"),
+    (["one.\n", "\ntwo"], ["\n\n", "two"], "one.", "\n\n"),
+    (["x<|e", "nd|>"], ["end", "<|end|>"], "x<|", "end"),
+  ],
+)
+def test_c64_which_stop_fired_and_whether_it_stays(deltas, stops, kept, fired):
+  for include, want in ((False, kept), (True, kept + fired)):
+    pieces, got = run(deltas, stops, include_stop=include)
+    assert ("".join(pieces), got) == (want, fired)
 
 
 @pytest.mark.parametrize(

@@ -72,39 +72,39 @@ struct Weight {
 
 // One group of a stripe against R rows: integer sums.
 template <int64_t kind, int R>
-inline void dot_group(const uint8_t* values, const int32_t* const* pairs, I32 (*acc)[kParts]) {
+DECODER_INLINE inline void dot_group(const uint8_t* values, const int32_t* const (&pairs)[R], I32 (&acc)[R][kParts]) {
   constexpr int kAhead = 4096;
-  constexpr int kTogether = R == 1 ? kPairs : 4;
+  const auto dot = [&](int j, const I16(&w)[kParts]) DECODER_INLINE {
+    each<R>([&](auto r) DECODER_INLINE {
+      each<kParts>([&](auto p) DECODER_INLINE { dot_pairs(acc[r][p], w[p], pairs[r][j]); });
+    });
+  };
   if constexpr (is_8bit(kind)) {
-    const auto pair = [&](int j) {
-      const uint8_t* at = values + j * 2 * kStripe;
-      I16 w[kParts];
-      for (int p = 0; p < kParts; ++p) w[p] = load_wide(reinterpret_cast<const int8_t*>(at + p * 2 * W));
-      for (int r = 0; r < R; ++r) {
-        for (int p = 0; p < kParts; ++p) dot_pairs(acc[r][p], w[p], pairs[r][j]);
-      }
-    };
+    constexpr int kTogether = R == 1 ? kPairs : 4;
 #pragma GCC unroll 1  // unrolled by hand as far as it pays
     for (int j = 0; j < kPairs; j += kTogether) {
-      for (int i = 0; i < kTogether; i += 2) __builtin_prefetch(values + (j + i) * 2 * kStripe + kAhead, 0, 2);
-#pragma GCC unroll 16
-      for (int i = 0; i < kTogether; ++i) pair(j + i);
+      each<kTogether>([&](auto i) DECODER_INLINE {
+        const uint8_t* at = values + (j + i) * 2 * kStripe;
+        if constexpr (i % 2 == 0) __builtin_prefetch(at + kAhead, 0, 2);
+        I16 w[kParts];
+        each<kParts>([&](auto p) DECODER_INLINE { w[p] = load_wide(reinterpret_cast<const int8_t*>(at + p * 2 * W)); });
+        dot(j + i, w);
+      });
     }
   } else {
-    for (int j = 0; j < kPairs / 4; ++j) {
-      const uint8_t* at = values + j * 4 * kStripe;
+#pragma GCC unroll 1
+    for (int j = 0; j < kPairs; j += 4) {
+      const uint8_t* at = values + j * kStripe;
       __builtin_prefetch(at + kAhead, 0, 2);
       U16 four[kParts];
-      for (int p = 0; p < kParts; ++p) std::memcpy(&four[p], at + p * sizeof(U16), sizeof(U16));
-      for (int n = 0; n < 4; ++n) {
+      each<kParts>([&](auto p) DECODER_INLINE { std::memcpy(&four[p], at + p * sizeof(U16), sizeof(U16)); });
+      each<4>([&](auto n) DECODER_INLINE {
         I16 w[kParts];
-        for (int p = 0; p < kParts; ++p) {
+        each<kParts>([&](auto p) DECODER_INLINE {
           w[p] = (I16)((four[p] >> static_cast<uint16_t>(4 * n)) & static_cast<uint16_t>(15));
-        }
-        for (int r = 0; r < R; ++r) {
-          for (int p = 0; p < kParts; ++p) dot_pairs(acc[r][p], w[p], pairs[r][4 * j + n]);
-        }
-      }
+        });
+        dot(j + n, w);
+      });
     }
   }
 }
@@ -118,31 +118,33 @@ void stripe_of(const Rows& x, int64_t row, const Weight& w, int64_t stripe, F32*
   const auto* minimums = w.minimums + stripe * G * kStripe;
   F32 sum[R][kParts] = {};
   for (int64_t g = 0; g < G; ++g) {
+    const int64_t at = row * G + g;  // of row r: + r · G
     const int32_t* pairs[R];
     I32 acc[R][kParts];
-    for (int r = 0; r < R; ++r) {
-      const int64_t at = (row + r) * G + g;
-      pairs[r] = x.pairs.data() + at * kPairs;
-      for (int p = 0; p < kParts; ++p) acc[r][p] = is_8bit(kind) ? I32{} : splat(-8 * x.total[at]);
-    }
+    each<R>([&](auto r) DECODER_INLINE {
+      pairs[r] = x.pairs.data() + (at + r * G) * kPairs;
+      each<kParts>([&](auto p) DECODER_INLINE {
+        acc[r][p] = is_8bit(kind) ? I32{} : splat(-8 * x.total[at + r * G]);
+      });
+    });
     dot_group<kind, R>(values + g * bytes, pairs, acc);
-    for (int p = 0; p < kParts; ++p) {
+    each<kParts>([&](auto p) DECODER_INLINE {
       F32 scale = {}, middle = {};  // middle: what stored 8 stands for, so that the integers are small and signed
       if constexpr (kind != kInt8) scale = load(scales + g * kStripe + p * W);
       if constexpr (kind == kQ4_1) middle = load(minimums + g * kStripe + p * W) + scale * 8.0f;
-      for (int r = 0; r < R; ++r) {
-        const int64_t at = (row + r) * G + g;
-        if constexpr (kind == kInt8) sum[r][p] += to_float(acc[r][p]) * x.scale[at];
-        else sum[r][p] += to_float(acc[r][p]) * (scale * x.scale[at]);
-        if constexpr (kind == kQ4_1) sum[r][p] += middle * x.sum[at];
-      }
-    }
+      each<R>([&](auto r) DECODER_INLINE {
+        const F32 mine = splat(x.scale[at + r * G]);
+        if constexpr (kind == kInt8) sum[r][p] += to_float(acc[r][p]) * mine;
+        else sum[r][p] += to_float(acc[r][p]) * (scale * mine);
+        if constexpr (kind == kQ4_1) sum[r][p] += middle * x.sum[at + r * G];
+      });
+    });
   }
-  for (int p = 0; p < kParts; ++p) {
+  each<kParts>([&](auto p) DECODER_INLINE {
     F32 whole = splat(1.0f);
     if constexpr (kind == kInt8) whole = load(static_cast<const float*>(w.scales) + stripe * kStripe + p * W);
-    for (int r = 0; r < R; ++r) out[r * kParts + p] = sum[r][p] * whole;
-  }
+    each<R>([&](auto r) DECODER_INLINE { out[r * kParts + p] = sum[r][p] * whole; });
+  });
 }
 
 template <int64_t kind, int R>

@@ -36,6 +36,19 @@ struct F16 {
   uint16_t bits;
 };
 
+#define DECODER_INLINE __attribute__((always_inline))
+
+// f(0), …, f(N − 1), each with its own constant. Where arrays of vectors are to live in registers a loop will not do:
+// GCC unrolls it too late to see that every index is known.
+template <typename F, int... I>
+DECODER_INLINE inline void each(F f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, typename F>
+DECODER_INLINE inline void each(F f) {
+  each(f, std::make_integer_sequence<int, N>());
+}
+
 inline F32 splat(float x) { return x - F32{}; }
 inline I32 splat(int32_t x) { return x - I32{}; }
 

@@ -12,7 +12,7 @@ namespace decoder {
 namespace ffi = xla::ffi;
 
 constexpr float kHidden = -1e30f;  // finite: −inf − −inf is NaN in the maximum of a query that sees nothing yet
-constexpr int kChunk = 64;         // slots: with 64-wide float32 heads, keys and values of a chunk take 32 KiB
+constexpr int kChunk = 32;         // slots: with 64-wide float32 heads, keys and values of a chunk take 16 KiB
 constexpr int64_t kRange = 128;    // fewest slots worth a range of their own
 constexpr int64_t kAlone = 1 << 18;  // products below which another thread would come too late
 
@@ -35,25 +35,33 @@ inline I32 visible(const Problem& p, int32_t q, I32 kv) {
   return seen;
 }
 
-// Dot products of R queries with up to W keys, in order of keys; keys at or past `count` are not read.
+// Asks for what will be read soon, into L2, which keeps more reads in flight than L1.
+inline void fetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
+}
+
+// Dot products of R queries with up to W keys, in order of keys; keys at or past `count` are not read. Meanwhile fetches
+// as much from `ahead` on.
 template <int R, typename T>
-void score(const float* const* q, const T* k, int count, int64_t H, F32* out) {
+void score(const float* const* q, const T* k, int count, int64_t H, const T* ahead, F32* out) {
   constexpr int M = R >= 3 && W < 16 ? 2 : 4;  // sums must fit the registers
   F32 partial[R * W] = {};
   int s = 0;
   for (; s + M <= count; s += M) {
     F32 acc[R][M] = {};
+    fetch(ahead + s * H, M * H * sizeof(T));
+#pragma GCC unroll 1
     for (int64_t h = 0; h < H; h += W) {
       F32 key[M];
-      for (int m = 0; m < M; ++m) key[m] = load(k + (s + m) * H + h);
-      for (int r = 0; r < R; ++r) {
+      each<M>([&](auto m) DECODER_INLINE { key[m] = keep(load(k + (s + m) * H + h)); });
+      each<R>([&](auto r) DECODER_INLINE {
         const F32 one = keep(load(q[r] + h));
-        for (int m = 0; m < M; ++m) acc[r][m] += one * key[m];
-      }
+        each<M>([&](auto m) DECODER_INLINE { acc[r][m] += one * key[m]; });
+      });
     }
-    for (int r = 0; r < R; ++r) {
-      for (int m = 0; m < M; ++m) partial[r * W + s + m] = acc[r][m];
-    }
+    each<R>([&](auto r) DECODER_INLINE {
+      each<M>([&](auto m) DECODER_INLINE { partial[r * W + s + m] = acc[r][m]; });
+    });
   }
   for (; s < count; ++s) {
     for (int r = 0; r < R; ++r) {
@@ -63,28 +71,31 @@ void score(const float* const* q, const T* k, int count, int64_t H, F32* out) {
   for (int r = 0; r < R; ++r) out[r] = sums(partial + r * W);
 }
 
-// value[r] = value[r] · shrink[r] + Σ_s weight[r, s] · v[s].
+// value[r] = value[r] · shrink[r] + Σ_s weight[r, s] · v[s]. Meanwhile fetches as much from `ahead` on.
 template <int R, typename T>
-void blend(float* const* value, const float* shrink, const float (*weight)[kChunk], const T* v, int count, int64_t H) {
+void blend(float* const* value, const float* shrink, const float (*weight)[kChunk], const T* v, int count, int64_t H,
+           const T* ahead) {
   constexpr int M = W == 16 ? 4 : 2;
   int64_t h = 0;
   const auto columns = [&](auto width) {
     constexpr int C = decltype(width)::value;
     F32 acc[R][C];
-    for (int r = 0; r < R; ++r) {
-      for (int c = 0; c < C; ++c) acc[r][c] = load(value[r] + h + c * W) * shrink[r];
-    }
+    each<R>([&](auto r) DECODER_INLINE {
+      each<C>([&](auto c) DECODER_INLINE { acc[r][c] = load(value[r] + h + c * W) * shrink[r]; });
+    });
+#pragma GCC unroll 1
     for (int s = 0; s < count; ++s) {
       F32 row[C];
-      for (int c = 0; c < C; ++c) row[c] = load(v + s * H + h + c * W);
-      for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(ahead + s * H + h, 0, 2);
+      each<C>([&](auto c) DECODER_INLINE { row[c] = keep(load(v + s * H + h + c * W)); });
+      each<R>([&](auto r) DECODER_INLINE {
         const F32 one = keep(splat(weight[r][s]));
-        for (int c = 0; c < C; ++c) acc[r][c] += one * row[c];
-      }
+        each<C>([&](auto c) DECODER_INLINE { acc[r][c] += one * row[c]; });
+      });
     }
-    for (int r = 0; r < R; ++r) {
-      for (int c = 0; c < C; ++c) store(value[r] + h + c * W, acc[r][c]);
-    }
+    each<R>([&](auto r) DECODER_INLINE {
+      each<C>([&](auto c) DECODER_INLINE { store(value[r] + h + c * W, acc[r][c]); });
+    });
     h += C * W;
   };
   while (h + M * W <= H) columns(std::integral_constant<int, M>());
@@ -119,7 +130,7 @@ void fold_chunk(const Problem& p, int64_t b, int64_t head, int64_t i, const T* k
   for (int r = 0; r < R; ++r) peak[r] = splat(kHidden);
   for (int s = 0; s < count; s += W) {
     F32 scores[R];
-    score<R>(q, k + s * p.H, std::min(W, count - s), p.H, scores);
+    score<R>(q, k + s * p.H, std::min(W, count - s), p.H, v + s * p.H, scores);
     for (int r = 0; r < R; ++r) {
       F32 scaled = scores[r] * p.scale;
       if (p.softcap != 0) {
@@ -144,7 +155,7 @@ void fold_chunk(const Problem& p, int64_t b, int64_t head, int64_t i, const T* k
     state[1] = state[1] * shrink[r] + sums(lanes)[0];
     state[0] = now;
   }
-  blend<R>(value, shrink, weight, v, count, p.H);
+  blend<R>(value, shrink, weight, v, count, p.H, k + kChunk * p.H);
 }
 
 template <typename T>

@@ -17,7 +17,8 @@ from decoder.strategies import autoregressive, run
 
 MODELS = [*VARIANTS]
 LAYOUTS = {"contiguous": blocks_of(256), "small blocks": blocks_of(5)}
-CODECS = {"raw": Raw(jnp.float32)}
+CODECS = {"raw": Raw(jnp.float32), "bfloat16": Raw(jnp.bfloat16)}
+CLEAR = {"raw": 1e-3, "bfloat16": 3e-2}  # a margin that what a codec loses cannot turn
 GREEDY = chain(temperature(0.0))
 STRATEGIES = {"autoregressive": lambda network: autoregressive(network.model, GREEDY)}
 
@@ -68,5 +69,5 @@ def test_every_combination_writes_what_the_model_says(model, layout, codec, stra
   for b, row in enumerate(ROWS):
     at = slice(len(row) - 1, len(row) - 1 + NEW)
     agree = best[b, at] == np.array(written[b])
-    assert agree[margin[b, at] > 1e-3].all()
+    assert agree[margin[b, at] > CLEAR[codec]].all()
     assert agree.mean() >= 0.9, "few near ties"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.experimental import topologies
 
 from decoder.cache import Contiguous, Raw, allocate
@@ -22,6 +23,7 @@ from decoder.strategies import autoregressive, init, run
 from decoder.types import Model, QTensor
 
 ENVIRONMENT = {
+  "XLA_FLAGS": "",  # those of the tests are for CPU
   "JAX_PLATFORMS": "cpu",
   "TPU_SKIP_MDS_QUERY": "1",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # who only compiles need not be alone
@@ -56,6 +58,7 @@ class Program(NamedTuple):
   topology: str = "v5e:2x4"
 
 
+@struct.dataclass
 class TwoAxes(Contiguous):
   """Writes by a scatter over (row, slot) alone, all heads at once."""
 

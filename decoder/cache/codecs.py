@@ -4,14 +4,15 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from decoder.cache.layouts import Layout
 from decoder.types import Array
 
 
 class Codec(Protocol):
-  """group: tokens encoded together (1: each token alone). plain: the one buffer that holds the vectors as they are, for
-  kernels that read it in place; None where there is none."""
+  """group: tokens encoded together (1: each token alone). plain: the one buffer that holds the vectors as they are,
+  float32 or the bits of bfloat16 as uint16, for kernels that read it in place; None where there is none."""
 
   group: int
 
@@ -23,19 +24,25 @@ class Codec(Protocol):
 
 @struct.dataclass
 class Raw:
-  """Vectors as they are, in one floating-point type."""
+  """Vectors as they are, in one floating-point type. Types of 2 bytes are held by their bits, as uint16: on CPU XLA has
+  no writes of its own for them, and would convert a whole buffer to float32 and back for each."""
 
   dtype: Any = struct.field(pytree_node=False, default=jnp.float32)
   group: int = struct.field(pytree_node=False, default=1)
 
   def init(self, layout: Layout, heads: int, size: int) -> Array:
-    return jnp.zeros(layout.buffer_shape(heads, size), self.dtype)
+    return jnp.zeros(layout.buffer_shape(heads, size), self._held)
 
   def write(self, storage: Array, layout: Layout, values_BTKH: Array, positions_BT: Array) -> Array:
-    return layout.write(storage, values_BTKH, positions_BT)
+    bits = lax.bitcast_convert_type(values_BTKH.astype(self.dtype), self._held)
+    return layout.write(storage, bits, positions_BT)
 
   def read(self, storage: Array, layout: Layout, block: Array) -> Array:
-    return layout.read(storage, block)
+    return lax.bitcast_convert_type(layout.read(storage, block), self.dtype)
 
-  def plain(self, storage: Array) -> Array:
-    return storage
+  def plain(self, storage: Array) -> Array | None:
+    return None if self.dtype == jnp.float16 else storage
+
+  @property
+  def _held(self) -> Any:
+    return jnp.uint16 if jnp.dtype(self.dtype).itemsize == 2 else self.dtype

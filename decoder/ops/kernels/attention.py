@@ -11,7 +11,8 @@ from decoder.types import Array
 
 FEW = 16  # query tokens; a prompt's chunk has enough work a key for XLA's dots
 _LANES = 16  # head sizes are read in whole vectors
-_TYPES = (jnp.float32, jnp.bfloat16)
+_TYPES = (jnp.float32, jnp.bfloat16)  # of queries
+_HELD = (jnp.float32, jnp.uint16)  # of keys and values: uint16 are the bits of bfloat16
 
 
 def fits(query: attention.Query, k_BKSH: Array | None, v_BKSH: Array | None) -> bool:
@@ -19,7 +20,7 @@ def fits(query: attention.Query, k_BKSH: Array | None, v_BKSH: Array | None) -> 
   if k_BKSH is None or v_BKSH is None:
     return False
   tokens, head_dim = query.q_BTNH.shape[1], query.q_BTNH.shape[3]
-  known = query.q_BTNH.dtype in _TYPES and k_BKSH.dtype in _TYPES and k_BKSH.dtype == v_BKSH.dtype
+  known = query.q_BTNH.dtype in _TYPES and k_BKSH.dtype in _HELD and k_BKSH.dtype == v_BKSH.dtype
   return known and tokens <= FEW and head_dim % _LANES == 0 and build.ready()
 
 
@@ -28,7 +29,8 @@ def decode_attend(
 ) -> Array:
   """Attention of `query` (q already rotated) over blocks first … last − 1 of a cache row: [B, T, N, H].
 
-  positions_BS: the position each slot holds. block: slots to a block. The result is `reference`'s up to rounding.
+  k_BKSH, v_BKSH: float32, or bfloat16 by its bits as uint16. positions_BS: the position each slot holds. block: slots
+  to a block. The result is `reference`'s up to rounding.
   """
   span = jnp.stack([jnp.asarray(x, jnp.int32) for x in blocks])
   operands = (query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, positions_BS, span)
@@ -57,7 +59,12 @@ def reference(
   """The same through XLA."""
 
   def read(index: Array) -> tuple[Array, Array, Array]:
-    k, v = (lax.dynamic_slice_in_dim(x, index * block, block, axis=2) for x in (k_BKSH, v_BKSH))
+    k, v = (floats(lax.dynamic_slice_in_dim(x, index * block, block, axis=2)) for x in (k_BKSH, v_BKSH))
     return k, v, lax.dynamic_slice_in_dim(positions_BS, index * block, block, axis=1)
 
   return attention.attend(query, k_BKSH.shape[1], read, *blocks, None)
+
+
+def floats(x: Array) -> Array:
+  """What bits stand for."""
+  return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

@@ -53,6 +53,9 @@ def native(query, k, v, positions_BS, blocks, block):
 def test_is_the_attention_of_ops(case, dtype):
   query, k, v, *rest = problem(case, dtype)
   expected = attention.reference(query, k.astype(jnp.float32), v.astype(jnp.float32), *rest)
+  if dtype == "bfloat16":
+    k, v = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (k, v))
+    np.testing.assert_allclose(attention.reference(query, k, v, *rest), expected, atol=0.02)  # multiplies in bfloat16
   np.testing.assert_allclose(native(query, k, v, *rest), expected, atol=1e-5)
 
 

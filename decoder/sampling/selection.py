@@ -37,12 +37,12 @@ def only_if(needed: Array, change: Callable, x: Any, *inputs: Any) -> Any:
     def repeated(there: bool, leaf: Array) -> Array:
       return leaf if there else jnp.broadcast_to(leaf, (rows, *leaf.shape))
 
-    def some(needed_B: Array, x: Any, inputs: tuple) -> Any:
+    def some(x: Any, needed_B: Array, *inputs: Any) -> Any:
       changed = jax.vmap(change)(x, *inputs)
       return changed if rows == 1 else jax.tree.map(jax.vmap(jnp.where), _like(x, needed_B), changed, x)
 
     needed_B, x, inputs = jax.tree.map(repeated, tuple(batched), arguments)
-    after = lax.cond(jnp.any(needed_B), some, lambda needed_B, x, inputs: x, needed_B, x, inputs)
+    after = only_if(jnp.any(needed_B), some, x, needed_B, *inputs)  # a branch under a further vmap, too
     return after, _like(after, True)
 
   return chosen(jnp.asarray(needed), x, inputs)
@@ -58,18 +58,19 @@ def largest(x_V: Array) -> Array:
   return jnp.min(jnp.where(x_V == jnp.max(x_V), ids_V, x_V.shape[0] - 1))
 
 
-def head(x_V: Array) -> tuple[Array, Array]:
-  """The FEW largest and their ids (int32), as `lax.top_k` gives them: of equals, the lowest id first.
+def head(x_V: Array, number: int = FEW) -> tuple[Array, Array]:
+  """The largest `number`, or all if there are fewer, and their ids (int32), as `lax.top_k` gives them: of equals, the
+  lowest id first.
 
-  Only blocks with the FEW largest maxima can hold any of them, and so only these are sorted: half the time of a partial
-  sort of the whole.
+  Only blocks with the largest maxima can hold any of them, and so only these are sorted: half the time of a partial
+  sort of the whole, or less for few.
   """
   size = x_V.shape[0]
-  if size <= 2 * FEW * _BLOCK:
-    return lax.top_k(x_V, min(FEW, size))
+  if size <= 2 * number * _BLOCK:
+    return lax.top_k(x_V, min(number, size))
   blocks = jnp.pad(x_V, (0, -size % _BLOCK), constant_values=-jnp.inf).reshape(-1, _BLOCK)
-  chosen_C = jnp.sort(lax.top_k(jnp.max(blocks, axis=1), FEW)[1])  # in order, for the ids of equals to be
-  top_C, place_C = lax.top_k(blocks[chosen_C].reshape(-1), FEW)
+  chosen_C = jnp.sort(lax.top_k(jnp.max(blocks, axis=1), number)[1])  # in order, for the ids of equals to be
+  top_C, place_C = lax.top_k(blocks[chosen_C].reshape(-1), number)
   return top_C, jnp.minimum(chosen_C[place_C // _BLOCK] * _BLOCK + place_C % _BLOCK, size - 1)
 
 

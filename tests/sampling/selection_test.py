@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decoder.sampling import Context, top_p
-from decoder.sampling.selection import FEW, head, keep_head, keep_number
+from decoder.sampling.selection import FEW, head, keep_head, keep_number, only_if
 
 LARGE = 262_144
 CONTEXT = Context(jnp.zeros(1, jnp.int32), jnp.int32(0), jnp.int32(0))
@@ -54,12 +54,37 @@ def test_C83_another_mass_would_be_seen():
   assert (kept_V & ~sorted_nucleus(x_V, float(np.float32(0.9)))[1]).any()
 
 
-@pytest.mark.parametrize("size", [100, 16_384, 16_385, 49_152, 50_257])
+@pytest.mark.parametrize(
+  ("number", "size"),
+  [*((FEW, size) for size in (100, 16_384, 16_385, 49_152, 50_257)), (1, 64), (1, 65), (5, 4), (5, 321), (5, 50_257)],
+)
 @pytest.mark.parametrize("kind", ["peaked", "ties", "equal", "masked"])
-def test_the_head_is_that_of_a_partial_sort(kind, size):
+def test_the_head_is_that_of_a_partial_sort(kind, number, size):
+  chosen = jax.jit(lambda x_V: head(x_V, number))
   for x_V in draw(kind, rows=3, size=size):
-    for got, want in zip(jax.jit(head)(x_V), jax.lax.top_k(x_V, min(FEW, size))):
+    for got, want in zip(chosen(x_V), jax.lax.top_k(x_V, min(number, size))):
       np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("needed", ["none", "one", "all"])
+def test_what_no_row_needs_is_skipped_however_deep_the_vmaps(depth, needed):
+  """As with beams, which are rows of rows. A plain `cond` is none any more under one vmap."""
+  shape = (2,) * depth
+  needed_B = np.full(shape, needed == "all")
+  needed_B[(0,) * depth] |= needed == "one"
+  x_BV = np.arange(np.prod(shape, dtype=int) * 4, dtype=np.float32).reshape(*shape, 4)
+
+  def nested(function):
+    for _ in range(depth):
+      function = jax.vmap(function)
+    return jax.jit(function)
+
+  mine = nested(lambda needed, x_V: only_if(needed, lambda x_V, more_V: x_V + more_V, x_V, 2 * x_V))
+  plain = nested(lambda needed, x_V: jax.lax.cond(needed, lambda x_V: 3 * x_V, lambda x_V: x_V, x_V))
+  np.testing.assert_array_equal(mine(needed_B, x_BV), np.where(needed_B[..., None], 3 * x_BV, x_BV))
+  branches = [one.lower(needed_B, x_BV).as_text().count("stablehlo.case") for one in (mine, plain)]
+  assert branches == [1, depth == 0]
 
 
 _by_weight, _by_number = jax.jit(lambda x, n: keep_head(x, jnp.ones_like(x), n)), jax.jit(keep_number)

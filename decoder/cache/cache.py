@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from decoder.cache.branching import Branching
 from decoder.cache.codecs import Codec, Raw
 from decoder.cache.layouts import Contiguous, Layout
 from decoder.ops import attention
@@ -70,7 +71,7 @@ class Entry:
     first, last = self.layout.blocks(query.positions_BT, query.window)
     k, v = (self.codec.plain(self.storage[name]) for name in ("k", "v"))
     if self.tail is None and self.layout.in_order and kernel.fits(query, k, v):
-      return kernel.decode_attend(query, k, v, self.layout.positions_BS, (first, last), self.layout.block), self
+      return kernel.decode_attend(query, k, v, self.layout.positions, (first, last), self.layout.block), self
     return attention.attend(query, self.kv_heads, read, first, last, self._drafted(query)), self
 
   def _drafted(self, query: attention.Query) -> attention.Partial | None:
@@ -149,6 +150,16 @@ class Cache:
     layouts = {name: layout.select(rows_R) for name, layout in self.layouts.items()}
     layers = self._each_buffer(lambda layout, x: layout.select_buffer(x, rows_R))
     return self.replace(layouts=layouts, layers=layers, extent_B=self.extent_B[rows_R])
+
+  def spread(self, beams: int) -> "Cache":
+    """The same rows, to be gone on from by so many beams each; nothing is copied. Each further block of tokens has one
+    token a beam, and takes a slot for each."""
+    return self.replace(layouts={name: Branching.of(layout, beams) for name, layout in self.layouts.items()})
+
+  def follow(self, parents_BW: Array) -> "Cache":
+    """After `spread`: beam w goes on from the text of beam parents_BW[b, w] of its row, NONE from none. Moves no bytes
+    of keys and values."""
+    return self.replace(layouts={name: layout.follow(parents_BW) for name, layout in self.layouts.items()})
 
   def insert(self, rows_R: Array, other: "Cache") -> "Cache":
     """Row r of `other` replaces row rows_R[r]; rows_R ≥ B are dropped."""

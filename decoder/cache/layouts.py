@@ -15,10 +15,11 @@ from decoder.types import NONE, Array
 
 
 class Layout(Protocol):
-  """Shared by the layers of a group; every method is pure. in_order: whether blocks lie one after another in buffers
-  [B, K, S, H], `block` slots each, so that a kernel may read them in place."""
+  """Shared by the layers of a group; every method is pure. positions: what each slot holds, [B, S], or [B, T, S] where
+  each query token sees slots of its own. in_order: whether blocks lie one after another in buffers [B, K, S, H],
+  `block` slots each, so that a kernel may read them in place."""
 
-  positions_BS: Array
+  positions: Array
   capacity: int
   in_order: bool
 
@@ -48,6 +49,10 @@ class Contiguous:
   block: int = struct.field(pytree_node=False)
   in_order = True
 
+  @property
+  def positions(self) -> Array:
+    return self.positions_BS
+
   @classmethod
   def allocate(cls, batch: int, capacity: int, block: int = 256) -> "Contiguous":
     """An empty layout for `batch` rows of `capacity` tokens. Raises ValueError for sizes below 1."""
@@ -68,11 +73,7 @@ class Contiguous:
     return self.replace(positions_BS=taken)
 
   def write(self, buffer: Array, values_BTKH: Array, positions_BT: Array) -> Array:
-    """One scatter over (row, head, slot): in place where the buffer is donated, on CPU and on TPU alike."""
-    batch, heads = buffer.shape[:2]
-    rows, heads = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
-    slots = self._slots(positions_BT)[:, None, :]
-    return buffer.at[rows, heads, slots].set(values_BTKH.swapaxes(1, 2).astype(buffer.dtype), mode="drop")
+    return put(buffer, values_BTKH, self._slots(positions_BT))
 
   def blocks(self, positions_BT: Array, window: int | None) -> tuple[Array, Array]:
     """The range of blocks, first … last − 1, that queries at these positions may need."""
@@ -83,10 +84,10 @@ class Contiguous:
     return jnp.minimum(jnp.maximum(lowest - window + 1, 0) // self.block, last), last
 
   def read(self, buffer: Array, block: Array) -> Array:
-    return lax.dynamic_slice_in_dim(buffer, block * self.block, self.block, axis=2)
+    return span(buffer, block, self.block, axis=2)
 
   def read_positions(self, block: Array) -> Array:
-    return lax.dynamic_slice_in_dim(self.positions_BS, block * self.block, self.block, axis=1)
+    return span(self.positions_BS, block, self.block, axis=1)
 
   def truncate(self, length_B: Array) -> "Contiguous":
     """Forgets positions ≥ length."""
@@ -114,3 +115,16 @@ class Contiguous:
   def _slots(self, positions_BT: Array) -> Array:
     outside = (positions_BT < 0) | (positions_BT >= self.capacity)
     return jnp.where(outside, self.positions_BS.shape[1], positions_BT)  # an index past the end is dropped
+
+
+def put(buffer: Array, values_BTKH: Array, slots_BT: Array) -> Array:
+  """Values written to slots of [B, K, S, H]; a slot past the end is dropped. One scatter over (row, head, slot): in
+  place where the buffer is donated, on CPU and on TPU alike."""
+  batch, heads = buffer.shape[:2]
+  rows, heads = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+  return buffer.at[rows, heads, slots_BT[:, None, :]].set(values_BTKH.swapaxes(1, 2).astype(buffer.dtype), mode="drop")
+
+
+def span(x: Array, block: Array, size: int, axis: int) -> Array:
+  """The entries of one block along an axis."""
+  return lax.dynamic_slice_in_dim(x, block * size, size, axis=axis)

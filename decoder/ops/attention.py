@@ -54,9 +54,9 @@ def unfold_heads(x_BKQH: Array, tokens: int) -> Array:
   return x_BKQH.reshape(B, K, tokens, Q // tokens, H).swapaxes(1, 2).reshape(B, tokens, -1, H)
 
 
-def visible(positions_BT: Array, kv_positions_BS: Array, window: int | None) -> Array:
-  """[B, T, S]: which key positions a query position may see."""
-  q, kv = positions_BT[:, :, None], kv_positions_BS[:, None, :]
+def visible(positions_BT: Array, kv_positions: Array, window: int | None) -> Array:
+  """[B, T, S]: which keys a query may see. kv_positions: [B, S], or [B, T, S] where each query has its own."""
+  q, kv = positions_BT[:, :, None], kv_positions if kv_positions.ndim == 3 else kv_positions[:, None, :]
   seen = (kv >= 0) & (kv <= q)
   return seen if window is None else seen & (q - kv < window)
 
@@ -107,7 +107,8 @@ def finish(partial: Partial) -> Array:
 def attend(query: Query, kv_heads: int, read: Callable, first: Array, last: Array, partial: Partial | None) -> Array:
   """Attention over the blocks first … last − 1 (traced int32) and what `partial` already holds: [B, T, N, H].
 
-  query: with q already rotated. read: block index -> (k_BKSH, v_BKSH, kv_positions_BS) of that block.
+  query: with q already rotated. read: block index -> (k_BKSH, v_BKSH, kv_positions) of that block, positions as
+  for `visible`.
   """
   q_BKQH = fold_heads(query.q_BTNH, kv_heads)
 

@@ -25,15 +25,15 @@ def fits(query: attention.Query, k_BKSH: Array | None, v_BKSH: Array | None) -> 
 
 
 def decode_attend(
-  query: attention.Query, k_BKSH: Array, v_BKSH: Array, positions_BS: Array, blocks: tuple[Array, Array], block: int
+  query: attention.Query, k_BKSH: Array, v_BKSH: Array, kv_positions: Array, blocks: tuple[Array, Array], block: int
 ) -> Array:
   """Attention of `query` (q already rotated) over blocks first … last − 1 of a cache row: [B, T, N, H].
 
-  k_BKSH, v_BKSH: float32, or bfloat16 by its bits as uint16. positions_BS: the position each slot holds. block: slots
-  to a block. The result is `reference`'s up to rounding.
+  k_BKSH, v_BKSH: float32, or bfloat16 by its bits as uint16. kv_positions: the position each slot holds, [B, S], or
+  [B, T, S] where each query token has its own. block: slots to a block. The result is `reference`'s up to rounding.
   """
   span = jnp.stack([jnp.asarray(x, jnp.int32) for x in blocks])
-  operands = (query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, positions_BS, span)
+  operands = (query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, kv_positions, span)
 
   def native(q_BTNH: Array, *others: Array) -> Array:
     call = jax.ffi.ffi_call("decoder_attend", jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32), vmap_method="sequential")
@@ -44,9 +44,9 @@ def decode_attend(
     )  # fmt: skip
     return out.astype(q_BTNH.dtype)
 
-  def plain(q_BTNH: Array, k: Array, v: Array, positions_BT: Array, positions_BS: Array, span: Array) -> Array:
+  def plain(q_BTNH: Array, k: Array, v: Array, positions_BT: Array, kv: Array, span: Array) -> Array:
     asked = query._replace(q_BTNH=q_BTNH, positions_BT=positions_BT)
-    return reference(asked, k, v, positions_BS, (span[0], span[1]), block)
+    return reference(asked, k, v, kv, (span[0], span[1]), block)
 
   run = jax.custom_jvp(lambda *operands: lax.platform_dependent(*operands, cpu=native, default=plain))
   run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(plain, primals, tangents)[1]))
@@ -54,13 +54,13 @@ def decode_attend(
 
 
 def reference(
-  query: attention.Query, k_BKSH: Array, v_BKSH: Array, positions_BS: Array, blocks: tuple[Array, Array], block: int
+  query: attention.Query, k_BKSH: Array, v_BKSH: Array, kv_positions: Array, blocks: tuple[Array, Array], block: int
 ) -> Array:
   """The same through XLA."""
 
   def read(index: Array) -> tuple[Array, Array, Array]:
     k, v = (floats(lax.dynamic_slice_in_dim(x, index * block, block, axis=2)) for x in (k_BKSH, v_BKSH))
-    return k, v, lax.dynamic_slice_in_dim(positions_BS, index * block, block, axis=1)
+    return k, v, lax.dynamic_slice_in_dim(kv_positions, index * block, block, axis=kv_positions.ndim - 1)
 
   return attention.attend(query, k_BKSH.shape[1], read, *blocks, None)
 

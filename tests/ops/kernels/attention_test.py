@@ -59,6 +59,17 @@ def test_is_the_attention_of_ops(case, dtype):
   np.testing.assert_allclose(native(query, k, v, *rest), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] > 1])
+def test_tokens_may_see_slots_of_their_own(case):
+  """As beams of one row do: [B, T, S]."""
+  query, k, v, positions_BS, *rest = problem(case)
+  hidden_BTS = np.random.default_rng(1).random((*query.positions_BT.shape, k.shape[2])) < 0.5
+  positions_BTS = jnp.where(hidden_BTS, -1, positions_BS[:, None])
+  expected = attention.reference(query, k, v, positions_BTS, *rest)
+  np.testing.assert_allclose(native(query, k, v, positions_BTS, *rest), expected, atol=1e-5)
+  assert np.abs(expected - attention.reference(query, k, v, positions_BS, *rest)).max() > 1e-3
+
+
 def test_a_key_too_many_is_seen():
   """Negative control: one more visible key of 30 is far outside the tolerance."""
   query, k, v, positions_BS, *rest = problem(CASES[3])

@@ -19,7 +19,8 @@ constexpr int64_t kAlone = 1 << 18;  // products below which another thread woul
 struct Problem {
   int64_t B, T, N, K, S, H;  // axes as in decoder/types.py
   const float* q;            // [B, T, N, H]
-  const int32_t *positions_BT, *positions_BS;
+  const int32_t *positions_BT, *kv_positions;
+  int64_t views;  // how many tokens of a row see slots of their own: 1, kv_positions is [B, S]; T, it is [B, T, S]
   float scale, softcap;  // softcap 0: none
   int64_t window;        // 0: none
   int64_t first, last;   // slots
@@ -102,28 +103,36 @@ void blend(float* const* value, const float* shrink, const float (*weight)[kChun
   while (h < H) columns(std::integral_constant<int, 1>());
 }
 
-// Folds `count` ≤ kChunk slots into the softmax of R queries, numbers i … i + R − 1 of key head `head`.
+// Positions of up to W slots, −1 past `count`.
+inline I32 held(const int32_t* positions, int count) {
+  if (count >= W) return load(positions);
+  I32 kv = splat(-1);
+  for (int e = 0; e < count; ++e) kv[e] = positions[e];
+  return kv;
+}
+
+// Folds `count` ≤ kChunk slots, from `first` on, into the softmax of R queries, numbers i … i + R − 1 of head `head`.
 template <int R, typename T>
-void fold_chunk(const Problem& p, int64_t b, int64_t head, int64_t i, const T* k, const T* v, const int32_t* positions,
-                int count, float* states) {
+void fold_chunk(const Problem& p, int64_t b, int64_t head, int64_t i, const T* k, const T* v, int64_t first, int count,
+                float* states) {
   const float* q[R];
   float *value[R], shrink[R], weight[R][kChunk];
+  const int32_t* positions[R];
   int32_t position[R];
   for (int r = 0; r < R; ++r) {
     const int64_t t = (i + r) / p.group(), n = head * p.group() + (i + r) % p.group();
     q[r] = p.q + ((b * p.T + t) * p.N + n) * p.H;
     position[r] = p.positions_BT[b * p.T + t];
+    positions[r] = p.kv_positions + (b * p.views + (p.views > 1 ? t : 0)) * p.S + first;
     value[r] = states + (i + r) * p.state() + 2;
   }
   I32 seen[R][kChunk / W], any = {};
   for (int s = 0; s < kChunk; s += W) {
-    I32 kv = splat(-1);
-    if (s + W <= count) {
-      kv = load(positions + s);
-    } else {
-      for (int e = 0; s + e < count; ++e) kv[e] = positions[s + e];
+    I32 kv = {};
+    for (int r = 0; r < R; ++r) {
+      if (r == 0 || positions[r] != positions[r - 1]) kv = held(positions[r] + s, count - s);
+      any |= seen[r][s / W] = visible(p, position[r], kv);
     }
-    for (int r = 0; r < R; ++r) any |= seen[r][s / W] = visible(p, position[r], kv);
   }
   if (!some(any)) return;
   F32 peak[R];
@@ -169,12 +178,11 @@ void fold_range(const Problem& p, const T* k, const T* v, int64_t b, int64_t hea
   for (int64_t s = from; s < to; s += kChunk) {
     const int count = static_cast<int>(std::min<int64_t>(kChunk, to - s));
     const int64_t offset = ((b * p.K + head) * p.S + s) * p.H;
-    const int32_t* positions = p.positions_BS + b * p.S + s;
     int64_t i = 0;
     const auto fold = [&](auto rows) {
       constexpr int R = decltype(rows)::value;
       for (; i + R <= p.queries(); i += R) {
-        fold_chunk<R>(p, b, head, i, k + offset, v + offset, positions, count, states);
+        fold_chunk<R>(p, b, head, i, k + offset, v + offset, s, count, states);
       }
     };
     fold(std::integral_constant<int, 4>());
@@ -227,13 +235,17 @@ void attend(ffi::ThreadPool& pool, const Problem& p, const T* k, const T* v, flo
 }
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                  ffi::Buffer<ffi::S32> positions_BT, ffi::Buffer<ffi::S32> positions_BS, ffi::Buffer<ffi::S32> blocks,
+                  ffi::Buffer<ffi::S32> positions_BT, ffi::Buffer<ffi::S32> kv_positions, ffi::Buffer<ffi::S32> blocks,
                   ffi::ResultBuffer<ffi::F32> out, int64_t block, int64_t window, float scale, float softcap) {
   const auto of_q = q.dimensions(), of_k = k.dimensions();
   const int64_t S = of_k[2];
   const auto slot = [&](int i) { return std::clamp<int64_t>(blocks.typed_data()[i] * block, 0, S); };
   const Problem p{of_q[0], of_q[1], of_q[2], of_k[1], S, of_q[3], q.typed_data(), positions_BT.typed_data(),
-                  positions_BS.typed_data(), scale, softcap, window, slot(0), slot(1)};
+                  kv_positions.typed_data(), kv_positions.dimensions().size() == 3 ? of_q[1] : 1, scale, softcap, window,
+                  slot(0), slot(1)};
+  if (kv_positions.element_count() != static_cast<size_t>(p.B * p.views * S)) {
+    return ffi::Error::InvalidArgument("attend: positions of slots must be [B, S] or [B, T, S]");
+  }
   if (p.H % W || k.element_type() != v.element_type()) {
     return ffi::Error::InvalidArgument("attend: head size must divide by 16, keys and values be of one type");
   }

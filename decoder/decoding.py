@@ -83,7 +83,7 @@ class Decoding:
     A Ctrl-C is raised when it is done: never between the giving away of a State and the keeping of the next. Threads
     take turns.
     """
-    with self._turn, _interrupt_later():
+    with self._turn, interrupt_later():
       late = self._end_early()
       if self.done:
         return late
@@ -274,7 +274,7 @@ class Stream:
 
 
 @contextlib.contextmanager
-def _interrupt_later() -> Iterator[None]:
+def interrupt_later() -> Iterator[None]:
   """Holds back KeyboardInterrupt until the block has ended."""
   if threading.current_thread() is not threading.main_thread():
     yield

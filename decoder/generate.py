@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from decoder.beam_programs import BeamPrograms
 from decoder.checkpoint import DEFAULT, Checkpoint
 from decoder.checkpoint import load as load_checkpoint
 from decoder.decoding import Decoding, Stream
@@ -27,6 +28,7 @@ from decoder.reader import Reader, Request, is_batch
 from decoder.report import Report, inspection
 from decoder.result import Result
 from decoder.score import score
+from decoder.searching import Searching
 from decoder.session import Session
 from decoder.settings import Settings, gather_settings
 from decoder.text.constraints import Constraint, Vocabulary
@@ -102,7 +104,8 @@ class LM:
     cancel: threading.Event | None = None,
     **changes: Any,
   ) -> Any:
-    """Completes a prompt: a Result; for a list of prompts a list of them; with n > 1 a list of n for each prompt.
+    """Completes a prompt: a Result; for a list of prompts a list of them; with n > 1 a list of n for each prompt
+    (of a search with beams the n best hypotheses, best first; fewer where there are no more).
 
     prompt: a text, a list of token ids, a conversation (list of dicts with role and content) or an Infill; or a list of
     those, which are decoded together. settings: one for all or one a prompt; keywords change them, see Settings.
@@ -159,6 +162,11 @@ class LM:
   def request(self, prompt: Any, settings: Settings | None = None, **changes: Any) -> Request:
     """One prompt with settings, checked against this model. ValueError for n > 1."""
     (group,) = self._requests([prompt], settings, changes)
+    if group[0].settings.searches:
+      raise ValueError(
+        "a stream shows text as it is written, and a search knows its text only at the end, since hypotheses overtake "
+        "each other; use generate(), or num_beams=1 without forced_tokens and continuations"
+      )
     if len(group) > 1:
       raise ValueError(f"a stream writes one text, got n or best_of of {len(group)}; use generate()")
     return group[0]
@@ -171,14 +179,18 @@ class LM:
     cache: Any = None,
     held: int = 0,
     cancel: threading.Event | None = None,
-  ) -> Decoding:
+  ) -> Decoding | Searching:
     """Begins to decode requests together; `Decoding.advance` does the work. capacity: of a new cache, in tokens; None
     chooses it. cache, held: a cache to go on from, and the tokens of the prompt to keep of it. cancel: ends all once
-    set."""
+    set. A search has a cache of its own."""
     if len({request.settings.structure for request in requests}) > 1:
-      raise ValueError("prompts decoded together need the same transforms in the same order; numbers may differ")
+      raise ValueError(
+        "prompts decoded together need the same transforms in the same order, and as many beams; numbers may differ"
+      )
     programs = self.programs([request.settings for request in requests])
     readers = [Reader(request, self.tokenizer) for request in requests]
+    if requests[0].settings.searches:
+      return Searching(programs, readers, compiled_s=lambda: self._clock.seconds, cancel=cancel)
     if capacity is None:
       capacity = max(r.settings.capacity or min(bucket(r.reach, SMALLEST_CAPACITY), self.context) for r in requests)
     return Decoding(
@@ -194,7 +206,7 @@ class LM:
     key = (each[0].structure, full, guided, inspect)
     if key not in self._programs:
       vocab = self.tokenizer.vocab_size if self.tokenizer else None
-      kind = GuidedPrograms if guided else Programs
+      kind = BeamPrograms if each[0].searches else GuidedPrograms if guided else Programs
       self._programs[key] = kind(self.network, self.params, each[0], full, inspect, vocab, self._clock)
     return self._programs[key]
 
@@ -236,7 +248,9 @@ class LM:
     ends = tuple(sorted(ends))
     constraint = self._constraint(settings, ends)
     indent = _indent(prompt) if settings.stop_at_dedent else None
-    request = Request(ids, settings, seed, 0, min(limit, room), ends, cut, full, constraint, negative, indent)
+    limit = min(limit, room)
+    settings.check_forced(ends, limit - len(ids))
+    request = Request(ids, settings, seed, 0, limit, ends, cut, full, constraint, negative, indent)
     return [dataclasses.replace(request, sample=sample) for sample in range(settings.samples)]
 
   def _spellings(self, name: str, text: str) -> list[tuple[int, ...]]:
@@ -347,7 +361,8 @@ def _indent(prompt: Any) -> int | None:
 
 
 def _best(drawn: list[tuple[Result, Report]]) -> list[Result]:
-  """A prompt's n results: all, or the best of more."""
+  """A prompt's n results: all that there are, or the best of more."""
+  drawn = [(result, report) for result, report in drawn if result is not None]
   settings = drawn[0][0].settings
   if settings.best_of is not None:
     drawn = sorted(drawn, key=lambda pair: -pair[1].mean_logprob())[: settings.n]

@@ -40,11 +40,17 @@ _OF_SAMPLING = {
   "eta_cutoff": (0,),
 }
 
-# Without a counterpart: refused unless they have the value that means off.
-_MUST_BE_OFF = {
+# What only a search with beams reads; without beams the last two must be off, the others are no matter.
+_OF_BEAMS = {
   "num_beams": 1,
+  "length_penalty": None,
+  "early_stopping": None,
   "num_beam_groups": 1,
   "diversity_penalty": 0,
+}
+
+# Without a counterpart: refused unless they have the value that means off.
+_MUST_BE_OFF = {
   "penalty_alpha": 0,
   "top_h": None,
   "min_length": 0,
@@ -59,10 +65,10 @@ _MUST_BE_OFF = {
 }
 
 # Said elsewhere, or no matter of the text: end ids are `LM.ends`; max_length counts the prompt, and the context bounds
-# it anyway; length_penalty and early_stopping act on beams alone; drafts leave the law of the text as it is.
+# it anyway; drafts leave the law of the text as it is.
 _NO_MATTER = (
   "do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length",
-  "length_penalty", "early_stopping", "use_cache", "cache_implementation", "cache_config", "max_cache_len",
+  "use_cache", "cache_implementation", "cache_config", "max_cache_len",
   "return_legacy_cache", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
   "return_dict_in_generate", "remove_invalid_values", "renormalize_logits", "low_memory", "prefill_chunk_size",
   "compile_config", "disable_compile", "continuous_batching_config", "is_assistant", "num_assistant_tokens",
@@ -81,9 +87,12 @@ def read_generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
   not off, and for a do_sample that the other fields contradict.
   """
   asked = {name: value for name, value in config.items() if value is not None}
+  off = _MUST_BE_OFF | {name: _OF_BEAMS[name] for name in ("num_beam_groups", "diversity_penalty")}
   for name, value in asked.items():
-    _check_known(name, value)
+    _check_known(name, value, off if asked.get("num_beams", 1) == 1 else _MUST_BE_OFF)
   ours = {_NAMES[name]: value for name, value in asked.items() if name in _NAMES} | _temperature(asked)
+  if asked.get("num_beams", 1) != 1:
+    ours |= {name: asked[name] for name in _OF_BEAMS if name in asked}
   if isinstance(ours.get("sequence_bias"), list):  # JSON has no keys of ids: [[ids, bias], …]
     ours["sequence_bias"] = {tuple(ids): bias for ids, bias in ours["sequence_bias"]}
   if isinstance(ours.get("forced_eos"), list) and len(ours["forced_eos"]) == 1:
@@ -91,10 +100,10 @@ def read_generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
   return ours
 
 
-def _check_known(name: str, value: Any) -> None:
-  if name in _MUST_BE_OFF and value != _MUST_BE_OFF[name]:
+def _check_known(name: str, value: Any, off: Mapping[str, Any]) -> None:
+  if name in off and value != off[name]:
     raise ValueError(f"{_FILE}: {name} = {value!r} is not offered here; take it out, or give settings of your own")
-  known = [*_NAMES, *_MUST_BE_OFF, *_NO_MATTER]
+  known = [*_NAMES, *_OF_BEAMS, *_MUST_BE_OFF, *_NO_MATTER]
   if name not in known:
     near = difflib.get_close_matches(name, sorted(known), 1)
     hint = f"did you mean {near[0]!r}?" if near else "take it out, or give settings of your own"

@@ -7,21 +7,23 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from decoder.beam_settings import BeamSettings
 from decoder.generation_config import read_generation_config
-from decoder.sampling import SamplingSettings, plain
+from decoder.sampling import plain
 from decoder.text.constraints import Spec, read_spec
 
 MOST_ALTERNATIVES = 1000  # that can be asked for with a log-prob
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(SamplingSettings):
+class Settings(BeamSettings):
   """All settings of a request; every number is data to the compiled step, so changing one compiles nothing.
 
   max_new_tokens: most tokens to write; 0 reads the prompt only, None goes on until the context is full.
-  How tokens are drawn, from temperature to transforms: see `decoder.sampling.SamplingSettings`.
+  How tokens are drawn, from temperature to transforms: see `decoder.sampling.SamplingSettings`; from num_beams to
+  continuations: see `decoder.beam_settings.BeamSettings`.
   seed: of every draw, 0 … 2³² − 1; None takes a fresh one, which the result reports. n: samples of one prompt, each
-  with its own draws.
+  with its own draws; of a search with beams, its n best hypotheses.
   guidance_scale: above 1 leads away from what the model would write after negative_prompt (of any kind; None is
   the prompt's last token); 1 is off. It takes two rows of cache a sample.
   json_schema (a mapping or its JSON text), regex, grammar (Lark or GBNF), choice (a list of texts): what the text must
@@ -77,7 +79,8 @@ class Settings(SamplingSettings):
       raise ValueError(f"min_new_tokens {self.min_new_tokens} > max_new_tokens {self.max_new_tokens}; lower one")
     _whole("logprobs", self.logprobs, 0, MOST_ALTERNATIVES)
     _whole("best_of", self.best_of, self.n, 1024)
-    if self.samples > 1 and self.temperature == 0:
+    self._check_beams(self.n)
+    if self.samples > 1 and self.temperature == 0 and not self.searches:
       name = "n" if self.best_of is None else "best_of"
       raise ValueError(f"{name}={self.samples} samples at temperature 0 would all be the same; set temperature above 0")
     stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -106,6 +109,23 @@ class Settings(SamplingSettings):
     if self.prompt_logprobs and scale != 1:
       raise ValueError("prompt_logprobs are of the model without guidance; set guidance_scale to 1, or use score()")
     self.constraint()
+    if self.searches:
+      self._check_search()
+
+  def _check_search(self) -> None:
+    """ValueError for what needs a text that is known while it is written."""
+    unknown = "is looked for while a text is written, and beams write several; "
+    cases = (
+      (self.stop or self.stop_at_dedent, f"stop {unknown}use stop_token_ids"),
+      (self.constraint() is not None, f"a schema, regex, grammar or choice {unknown}use continuations"),
+      (self.guidance_scale != 1, "guidance_scale is not offered with num_beams; set it to 1"),
+      (self.best_of is not None, "best_of draws samples, num_beams searches; use n with one of them"),
+      (self.prompt_logprobs, "prompt_logprobs are not offered with num_beams; use score()"),
+      (self.explain, "explain tells of draws, and a search draws none; ask for logprobs"),
+    )
+    for wrong, message in cases:
+      if wrong:
+        raise ValueError(message)
 
   def constraint(self) -> Spec | None:
     """What the text must fit, if anything."""

@@ -45,6 +45,13 @@ def gather(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
   return asked, origins
 
 
+def searches(asked: dict[str, Any]) -> bool:
+  """Whether these settings ask for a search, which no stream shows."""
+  from decoder.settings import gather_settings
+
+  return gather_settings(None, asked).searches
+
+
 def table(asked: dict[str, Any], origins: dict[str, str]) -> str:
   """One line a setting: name, value, where it came from; then the transforms that are on, in their order."""
   from decoder.settings import gather_settings

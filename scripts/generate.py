@@ -8,7 +8,8 @@ Usage:
 
 The text goes to stdout, one line of figures to stderr:
   prompt 6 tokens, first token after 61 ms · 256 new tokens, 38.1 a second (26.2 ms each) · peak memory 1.1 GB · …
-One prompt is streamed; several (--prompt again) are decoded together and printed in their order.
+One prompt is streamed, unless it is searched for with beams (--set num_beams=4); several (--prompt again) are decoded
+together and printed in their order.
 """
 
 import contextlib
@@ -56,10 +57,11 @@ def main() -> None:
     Path(FLAGS.profile).mkdir(parents=True, exist_ok=True)
   lm = entry.load(settings)
   with profiler():
-    if FLAGS.stream and FLAGS.output == "text" and len(prompts) == 1:
+    if FLAGS.stream and FLAGS.output == "text" and len(prompts) == 1 and not config.searches(settings):
       results = [stream(lm, prompts[0], settings)]
     else:
-      results = lm.generate(prompts, **settings)
+      answers = lm.generate(prompts, **settings)
+      results = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
       write(results)
   report.show(results)
   for result in results:

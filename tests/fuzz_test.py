@@ -70,6 +70,15 @@ GOOD = {
   "logprobs_mode": ("raw", "processed"),
   "prompt_logprobs": (False,),
   "best_of": (None,),
+  "num_beams": (1,),
+  "num_beam_groups": (1,),
+  "diversity_penalty": (0.0,),
+  "length_penalty": (1.0,),
+  "length_norm": ("length",),
+  "early_stopping": (False,),
+  "patience": (1.0,),
+  "forced_tokens": ((),),
+  "continuations": (None,),
   "explain": (False,),
 }
 # What costs programs of their own is the same in all cases of a kind: (cases, rows, what is always set, other values).
@@ -77,7 +86,7 @@ GOOD = {
 ALWAYS_FULL = {"no_repeat_ngram_size": (9, 2)}
 KINDS = {
   "one row": (450, 1, {}),
-  "three rows": (850, 3, {}),
+  "three rows": (730, 3, {}),
   "guided": (120, 3, {**ALWAYS_FULL, "guidance_scale": (1.5, 0.0, 20.0), "negative_prompt": (None, "B", [4, 5])}),
   "samples": (100, 1, {**ALWAYS_FULL, "n": (2,)}),
   "best of": (80, 1, {**ALWAYS_FULL, "n": (1, 2), "best_of": (2,)}),
@@ -87,10 +96,17 @@ KINDS = {
   "vllm": (40, 3, {"preset": ("vllm",), "bad_words": ([[1], [2, 3]],)}),
   "llamacpp": (40, 3, {"preset": ("llamacpp",), "presence_penalty": (0.5,)}),
   "mlx": (40, 3, {"preset": ("mlx",), "presence_penalty": (0.5,)}),
+  "beams": (120, 2, {
+    **ALWAYS_FULL, "num_beams": (4,), "num_beam_groups": (2,), "diversity_penalty": (0.0, 0.5), "n": (1, 4),
+    "length_penalty": (1.0, 0.0, -1.0, 3.0), "length_norm": ("length", "gnmt"), "patience": (1.0, 1.0, 2.0),
+    "early_stopping": (True, False, "never"), "forced_tokens": ((), (), [9], [9, 61]),
+    "continuations": (None, None, ["AB", "C"], [[4], [4, 5], [6]]),
+  }),
 }  # fmt: skip
 STRUCTURE = (
   "n", "best_of", "logprobs", "logprobs_mode", "prompt_logprobs", "explain", "guidance_scale", "negative_prompt",
-  "preset", "capacity", "regex",
+  "preset", "capacity", "regex", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "length_norm",
+  "early_stopping", "patience", "forced_tokens", "continuations",
 )  # fmt: skip
 BAD = (
   None, -1, -3, 0, 2, 1.5, math.nan, math.inf, -math.inf, 1e300, 2**40, True, False, "", "warm", b"x", (), [], [[]], {},
@@ -122,7 +138,7 @@ def check(result):
   assert "\ufffd" not in result.text
   if result.finish_reason == "error":  # everything masked, never a number that is none
     masks = ("allowed_tokens", "suppress_tokens", "bad_words", "begin_suppress_tokens", "no_repeat_ngram_size",
-             "min_new_tokens", "logit_bias", "sequence_bias", "forced_bos", "forced_eos")  # fmt: skip
+             "min_new_tokens", "logit_bias", "sequence_bias", "forced_bos", "forced_eos", "continuations")  # fmt: skip
     assert any(getattr(settings, name) for name in masks), settings
 
 

@@ -43,6 +43,15 @@ def test_published_files_are_read(name):
     ({"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}, {"temperature": 0.0, "top_k": 50}),
     ({"top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}),
     ({"temperature": None, "top_k": None, "num_beams": 1}, {}),
+    ({"length_penalty": 2.0, "early_stopping": True, "num_beam_groups": 1}, {}),
+    (
+      {"num_beams": 4, "length_penalty": 0.6, "early_stopping": True, "num_return_sequences": 2},
+      {"num_beams": 4, "length_penalty": 0.6, "early_stopping": True, "n": 2},
+    ),
+    (
+      {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+      {"num_beam_groups": 2, "diversity_penalty": 0.5},
+    ),
     ({"stop_strings": ["a"], "num_return_sequences": 2, "do_sample": True}, {"stop": ["a"], "n": 2}),
     ({"sequence_bias": [[[1, 2], -1.5]]}, {"sequence_bias": {(1, 2): -1.5}}),
     ({"bad_words_ids": [[1], [2, 3]]}, {"bad_words": [[1], [2, 3]]}),
@@ -68,7 +77,9 @@ def test_fields_become_settings(config, asked):
     ({"do_sample": False, "top_p": 0.9, "top_k": 20}, "do_sample false contradicts top_k 20, top_p 0.9"),
     ({"do_sample": True, "temperature": 0.0}, "do_sample true contradicts temperature 0"),
     ({"do_sample": "yes"}, "do_sample must be true or false"),
-    ({"num_beams": 4}, "num_beams = 4 is not offered"),
+    ({"num_beam_groups": 2}, "num_beam_groups = 2 is not offered"),
+    ({"num_beams": 0}, "num_beams must be"),
+    ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping must be"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
     ({"temperature": "warm"}, "temperature must be"),
     ({"top_p": 0}, "top_p must be"),
@@ -90,7 +101,7 @@ def test_a_models_own_settings_are_used_where_they_are_asked_for():
   assert (plain.settings.temperature, len(plain.token_ids)) == (0, 3)
   assert (asked.settings.temperature, asked.settings.top_k, len(asked.token_ids)) == (5.0, 1, 2)
   assert lm.generate([1, 2, 3], lm.defaults, max_new_tokens=1).token_ids == (5,), "what is given goes first"
-  wrong = facade(*script_lm([5], 3, size=62), Letters.build(), {"num_beams": 3})
+  wrong = facade(*script_lm([5], 3, size=62), Letters.build(), {"penalty_alpha": 0.6})
   wrong.encode("AB")  # a file that cannot be followed is no matter until it is asked for
-  with pytest.raises(ValueError, match="num_beams"):
+  with pytest.raises(ValueError, match="penalty_alpha"):
     wrong.defaults  # noqa: B018

@@ -18,15 +18,16 @@ from jax.experimental import topologies
 from decoder.cache import Contiguous, Raw, allocate
 from decoder.models import registry
 from decoder.ops import quantised
-from decoder.sampling import chain, min_p, request_key, temperature, top_k, top_p
-from decoder.strategies import autoregressive, init, run
-from decoder.types import Model, QTensor
+from decoder.sampling import chain, min_new_tokens, min_p, repetition, request_key, temperature, top_k, top_p
+from decoder.strategies import Plan, Rules, autoregressive, beam, init, run
+from decoder.types import Model, QTensor, Strategy
 
 ENVIRONMENT = {
   "XLA_FLAGS": "",  # those of the tests are for CPU
   "JAX_PLATFORMS": "cpu",
   "TPU_SKIP_MDS_QUERY": "1",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # who only compiles need not be alone
+  "XLA_FLAGS": "",  # of those that `conftest` sets for the CPU libtpu does not know all, and ends at one
 }
 LLAMA_3_8B = {
   "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -34,6 +35,7 @@ LLAMA_3_8B = {
   "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
 ROWS, SLOTS = 8, 2048
+PLAN = Plan(4, chain(repetition(1.2)), chain(min_new_tokens(2)))
 
 
 class Compiled(NamedTuple):
@@ -49,8 +51,9 @@ class Compiled(NamedTuple):
 
 
 class Program(NamedTuple):
-  """What to compile. kind: of the weights, one of `quantised.KINDS` or bfloat16. variant: '' is ours; 'undonated',
-  'written out' (weights dequantised before their products) and 'two-axis scatter' are broken."""
+  """What to compile. kind: of the weights, one of `quantised.KINDS` or bfloat16. variant: '' and 'beams' are ours;
+  'undonated', 'written out' (weights dequantised before their products), 'two-axis scatter' and 'reordered' (beams
+  whose rows of cache are) are broken."""
 
   kind: str = "int8"
   layers: int = 32
@@ -88,14 +91,18 @@ def ask(program: Program) -> Compiled:
   model = _written_out(network.model) if program.variant == "written out" else network.model
   link = chain(temperature(0.8), top_k(40), top_p(0.9), min_p(0.05))
   layout = TwoAxes if program.variant == "two-axis scatter" else Contiguous
-  state = jax.eval_shape(lambda: _begin(network.cache_spec, link, layout))
+  strategy, state = autoregressive(model, link), jax.eval_shape(lambda: _begin(network.cache_spec, link, layout))
+  if program.variant == "beams":
+    strategy = beam(model, PLAN)
+    state = jax.eval_shape(_spread, state)
+  elif program.variant == "reordered":
+    strategy = _reordered(strategy)
   chip = topologies.get_topology_desc(program.topology, platform="tpu").devices[0]
   place = jax.sharding.SingleDeviceSharding(chip)
   arguments = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
     (params, state, jax.ShapeDtypeStruct((), jnp.int32)),
   )
-  strategy = autoregressive(model, link)
   donated = () if program.variant == "undonated" else 1
   loop = jax.jit(lambda params, state, limit: run(strategy, params, state, limit, 64), donate_argnums=donated)
   compiled = loop.lower(*arguments).compile()
@@ -125,6 +132,28 @@ def _begin(spec, link, layout):
   cache = allocate(spec, ROWS, SLOTS, layout=layout, codec=Raw(jnp.bfloat16))
   context_BL, ends_BE = jnp.zeros((ROWS, SLOTS), jnp.int32), jnp.full((ROWS, 8), -1, jnp.int32)
   return init(cache, context_BL, length_B, jnp.full((ROWS,), SLOTS, jnp.int32), ends_BE, key_B, settings)
+
+
+def _spread(state):
+  """A search of the first rows, so few that all beams together are as many as the rows otherwise."""
+  rows = ROWS // PLAN.beams
+  state = jax.tree.map(lambda leaf: leaf[:rows], state)
+  zeros, ones, false = jnp.zeros(rows, jnp.int32), jnp.ones(rows), jnp.zeros(rows, bool)
+  rules = Rules(ones, false, zeros.astype(jnp.int8), ones, zeros, false, ones, jnp.full((rows, 8), -1), zeros - 1)
+  settings = (PLAN.law.init(), PLAN.limits.init())
+  settings = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (rows, *jnp.shape(leaf))), settings)
+  fields = (state.cache, state.context_BL[:, :512], state.length_B, state.limit_B, state.ends_BE, state.key_B)
+  return beam(None, PLAN).init(*fields, settings, rules, 64)
+
+
+def _reordered(strategy: Strategy) -> Strategy:
+  """Beams without our layout: each has a row of cache, which moves."""
+
+  def forward(params, state):
+    state, logits_BV = strategy.forward(params, state)
+    return state.replace(cache=state.cache.select(jnp.argsort(logits_BV[:, 0]))), logits_BV
+
+  return Strategy(strategy.init, forward, strategy.draw)
 
 
 def _written_out(model: Model) -> Model:

@@ -85,10 +85,10 @@ def faults(program: Program, plan: tpu.Compiled) -> set[str]:
   return {name for name, bad in wrong.items() if bad}
 
 
-OURS = [Program(), Program("bfloat16", 2)]
+OURS = [Program(), Program("bfloat16", 2), Program("int8", 2, "beams")]
 
 
-@pytest.mark.parametrize("program", OURS, ids=lambda p: f"{p.kind}-{p.layers}-{p.topology}")
+@pytest.mark.parametrize("program", OURS, ids=lambda p: f"{p.kind}-{p.layers}-{p.variant}{p.topology}")
 def test_the_decode_loop_writes_nothing_but_the_new_tokens(compiled, program):
   assert faults(program, compiled(program)) == set()
 
@@ -99,6 +99,7 @@ def test_the_decode_loop_writes_nothing_but_the_new_tokens(compiled, program):
     ("undonated", {"cache not aliased", "written"}),
     ("written out", {"temporaries", "written"}),
     ("two-axis scatter", {"written"}),
+    ("reordered", {"written"}),
   ],
 )
 def test_broken_variants_are_refused(compiled, variant, expected):

@@ -26,7 +26,7 @@ from decoder.sampling.masks import (
 from decoder.sampling.mirostat import mirostat
 from decoder.sampling.penalties import frequency, presence, repetition
 from decoder.sampling.repeats import dry, no_repeat_ngram
-from decoder.sampling.samplers import categorical, request_key
+from decoder.sampling.samplers import categorical, noise, request_key
 from decoder.sampling.settings import SamplingSettings, plain
 from decoder.sampling.temperature import dynamic_temperature, temperature
 from decoder.sampling.transforms import Context, LogitTransform, chain
@@ -60,6 +60,7 @@ __all__ = [
   "min_p",
   "mirostat",
   "no_repeat_ngram",
+  "noise",
   "nothing",
   "plain",
   "presence",

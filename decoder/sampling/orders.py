@@ -82,6 +82,11 @@ ORDER = (
   "mirostat",
 )  # fmt: skip
 
+# Those that change how probable the possible tokens are; the others forbid or force.
+SHAPING = (
+  "logit_bias", "sequence_bias", "repetition", "presence", "frequency", "dry", "length_decay", "dynamic_temperature",
+  "temperature", "temperature_clamped",
+)  # fmt: skip
 _PLAIN = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 

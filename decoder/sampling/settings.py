@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from decoder.sampling.orders import LINKS, build, check_order, needs_full, used
 from decoder.sampling.penalties import Scope
@@ -74,6 +74,8 @@ class SamplingSettings:
   preset: str | None = None
   transforms: tuple[LogitTransform, ...] = ()
 
+  may_hold_texts: ClassVar[tuple[str, ...]] = ("bad_words", "dry_breakers")
+
   def __post_init__(self) -> None:
     self._freeze()
     if not isinstance(self.preset, str | None) or self.preset not in PRESETS:
@@ -114,7 +116,7 @@ class SamplingSettings:
   @property
   def has_texts(self) -> bool:
     """Whether something is given as text where a model has ids; `encoded` makes them."""
-    return any(isinstance(one, str) for one in (*self.bad_words, *self.dry_breakers))
+    return any(isinstance(one, str) for name in self.may_hold_texts for one in getattr(self, name) or ())
 
   def encoded(self, spell: Callable[[str, str], Sequence[tuple[int, ...]]]) -> Self:
     """With ids in place of texts. spell: (name of a setting, text) -> the ids of its spellings."""
@@ -134,7 +136,8 @@ class SamplingSettings:
     """The chain of transforms these settings stand for: the short or the full one (None: as they need). Where both can
     do what is asked they draw the same tokens: their logits differ by the rounding of two compilations at most."""
     if self.has_texts:
-      raise ValueError("bad_words and dry_breakers hold texts, which a model's tokenizer writes as ids; see `encoded`")
+      listed = " or ".join(self.may_hold_texts)
+      raise ValueError(f"{listed} hold texts, which a model's tokenizer writes as ids; see `encoded`")
     full = self.needs_full if full is None else full
     return chain(*self.transforms, *build(self.names, self.numbers(), full))
 

@@ -2,23 +2,37 @@
 
 from decoder.strategies.asking import asking
 from decoder.strategies.autoregressive import Finish, State, autoregressive, init, pending, release
+from decoder.strategies.beam import Plan, Search, beam, hypotheses, spread
+from decoder.strategies.beam_rules import Early, Rules
 from decoder.strategies.guidance import GuidedCache, guided, read_negative
+from decoder.strategies.hypotheses import Hypotheses
 from decoder.strategies.loop import run, stream
 from decoder.strategies.telling import Told, forward_telling
+from decoder.strategies.trie import Forest, forest
 
 __all__ = [
+  "Early",
   "Finish",
+  "Forest",
   "GuidedCache",
+  "Hypotheses",
+  "Plan",
+  "Rules",
+  "Search",
   "State",
   "Told",
   "asking",
   "autoregressive",
+  "beam",
+  "forest",
   "forward_telling",
   "guided",
+  "hypotheses",
   "init",
   "pending",
   "read_negative",
   "release",
   "run",
+  "spread",
   "stream",
 ]

@@ -27,7 +27,6 @@ ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu",
   "TPU_SKIP_MDS_QUERY": "1",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # who only compiles need not be alone
-  "XLA_FLAGS": "",  # of those that `conftest` sets for the CPU libtpu does not know all, and ends at one
 }
 LLAMA_3_8B = {
   "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,

@@ -83,7 +83,7 @@ def test_the_same_hypotheses(pair):
 @pytest.mark.parametrize("beams", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_hypotheses_of_other_models_and_beams(pair, name, beams):
-  check(pair, name, beams, range(6))
+  check(pair, name, beams, range(16))
 
 
 def test_C10_transformers_pads_with_an_end_where_the_pad_is_id_0(pair):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from decoder.types import Array
 
@@ -49,8 +50,10 @@ def rotate(x_BTNH: Array, positions_BT: Array, rope: Rope, extent_B: Array) -> A
   """
   inverse_Bh = jnp.asarray(rope.inverse_h)[None] if rope.stretch is None else rope.stretch(extent_B)
   angle_BT1h = (positions_BT.astype(jnp.float32)[:, :, None] * inverse_Bh[:, None, :])[:, :, None, :]
-  cos, sin = jnp.cos(angle_BT1h) * rope.scale, jnp.sin(angle_BT1h) * rope.scale
   half = rope.inverse_h.shape[0]
+  # As precise as before; but XLA does not look through it, and would compute both anew for each head of each layer.
+  both_BT1H = lax.reduce_precision(jnp.concatenate([jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)], axis=-1), 8, 23)
+  cos, sin = both_BT1H[..., :half] * rope.scale, both_BT1H[..., half:] * rope.scale
   first, second = x_BTNH[..., :half].astype(jnp.float32), x_BTNH[..., half : 2 * half].astype(jnp.float32)
   turned = [first * cos - second * sin, second * cos + first * sin]
   if 2 * half == x_BTNH.shape[-1]:

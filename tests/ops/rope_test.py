@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -134,3 +135,22 @@ def test_rows_choose_their_own_stretch():
     alone = rotate(x[:1], at[:1], made, jnp.array([extent]))
     np.testing.assert_allclose(both[row], alone[0], atol=1e-6)
   assert np.abs(both[0] - both[1]).max() > 0.1
+
+
+def test_layers_share_their_angles(monkeypatch):
+  """Cosines cost more than all else that a rotation does. Without the shield XLA makes them in each layer."""
+  turning = rope({"rope_type": "default", "rope_theta": 1e4}, 64, 512)
+
+  def cosines():
+    def layers(x, positions):
+      for number in range(3):
+        x = jnp.tanh(rotate(x, positions, turning, jnp.array([512])) @ jnp.full((64, 64), number / 64))
+      return x
+
+    arguments = jnp.ones((1, 1, 9, 64)), jnp.ones((1, 1), jnp.int32)
+    return jax.jit(layers).lower(*arguments).compile().as_text().count(" cosine(")
+
+  assert cosines() == 1
+  monkeypatch.setattr("decoder.ops.rope.lax.reduce_precision", lambda x, *_: x)
+  jax.clear_caches()
+  assert cosines() >= 3

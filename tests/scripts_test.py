@@ -38,7 +38,7 @@ def test_json_has_every_field_and_the_seed_reproduces_the_text(tiny, home):
   assert done.returncode == 0, done.stderr
   first, second = (json.loads(line) for line in done.stdout.splitlines())
   fields = "text prompt_ids token_ids finish_reason stop_reason truncated seed settings timings sample"
-  fields += " logprobs prompt_logprobs explanation"
+  fields += " logprobs prompt_logprobs explanation score"
   assert set(first) == set(fields.split())
   timings = "load_s compile_s ttft_ms tpot_ms tokens_per_s prompt_tokens_per_s prompt_tokens new_tokens"
   assert set(first["timings"]) == set(timings.split())
@@ -47,6 +47,15 @@ def test_json_has_every_field_and_the_seed_reproduces_the_text(tiny, home):
   assert first["finish_reason"] == "length"
   again = run("generate.py", *flags, "--prompt", "c", "--seed", str(second["seed"]), home=home)
   assert json.loads(again.stdout)["token_ids"] == second["token_ids"]
+
+
+def test_beams_are_searched_and_the_best_hypotheses_written(tiny, home):
+  flags = ["--model", str(tiny), "--output", "json", "--max_new_tokens", "6", "--set", "num_beams=3", "--set", "n=2"]
+  done = run("generate.py", *flags, "--prompt", "ab", home=home)
+  assert done.returncode == 0, done.stderr
+  best, second = (json.loads(line) for line in done.stdout.splitlines())
+  assert best["score"] >= second["score"]
+  assert (best["sample"], second["sample"], best["token_ids"] == second["token_ids"]) == (0, 1, False)
 
 
 def test_text_is_streamed_to_stdout_and_figures_go_to_stderr(tiny, home):

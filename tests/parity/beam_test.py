@@ -72,7 +72,7 @@ def check(pair, name, beams, seeds):
     want, _ = theirs(model, prompt, settings)
     compare(mine(lm, prompt, settings), want)
     unlike += len({len(text) for _, text in want}) > 1
-  assert unlike > len(seeds) // 3, "hypotheses of unlike lengths"
+  assert unlike >= len(seeds) // 4, "hypotheses of unlike lengths"
 
 
 def test_the_same_hypotheses(pair):

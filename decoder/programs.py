@@ -227,7 +227,7 @@ class Programs:
     return after.replace(cache=state.cache), emission
 
   def _allocate(self, rows: int, capacity: int) -> Any:
-    return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype))
+    return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype, bits=True))
 
   def _start_of_last(self, state: State, lengths: Sequence[int], held: int) -> np.ndarray:
     """Where the last chunk starts in each row; negative where it is longer than the row."""

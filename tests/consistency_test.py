@@ -17,8 +17,8 @@ from decoder.strategies import autoregressive, run
 
 MODELS = [*VARIANTS]
 LAYOUTS = {"contiguous": blocks_of(256), "small blocks": blocks_of(5)}
-CODECS = {"raw": Raw(jnp.float32), "bfloat16": Raw(jnp.bfloat16)}
-CLEAR = {"raw": 1e-3, "bfloat16": 3e-2}  # a margin that what a codec loses cannot turn
+CODECS = {"raw": Raw(jnp.float32), "bfloat16": Raw(jnp.bfloat16), "bits": Raw(jnp.bfloat16, bits=True)}
+CLEAR = {"raw": 1e-3, "bfloat16": 3e-2, "bits": 3e-2}  # a margin that what a codec loses cannot turn
 GREEDY = chain(temperature(0.0))
 STRATEGIES = {"autoregressive": lambda network: autoregressive(network.model, GREEDY)}
 

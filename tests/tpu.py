@@ -128,7 +128,7 @@ def _begin(spec, link, layout):
   settings = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (ROWS,)), link.init())
   length_B = jnp.full((ROWS,), 5, jnp.int32)
   key_B = jax.vmap(request_key)(jnp.arange(ROWS, dtype=jnp.uint32))
-  cache = allocate(spec, ROWS, SLOTS, layout=layout, codec=Raw(jnp.bfloat16))
+  cache = allocate(spec, ROWS, SLOTS, layout=layout, codec=Raw(jnp.bfloat16, bits=True))
   context_BL, ends_BE = jnp.zeros((ROWS, SLOTS), jnp.int32), jnp.full((ROWS, 8), -1, jnp.int32)
   return init(cache, context_BL, length_B, jnp.full((ROWS,), SLOTS, jnp.int32), ends_BE, key_B, settings)
 

@@ -27,7 +27,7 @@ from decoder.models.registry import Network
 from decoder.programs import SMALLEST_CAPACITY, bucket
 from decoder.reader import Request
 
-CODECS: dict[str, Codec] = {name: Raw(jnp.dtype(name)) for name in ("float32", "bfloat16", "float16")}
+CODECS: dict[str, Codec] = {name: Raw(jnp.dtype(name), bits=True) for name in ("float32", "bfloat16", "float16")}
 BLOCK = 8  # steps in one call of the fused loop, then as many calls of one
 
 

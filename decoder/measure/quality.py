@@ -51,7 +51,7 @@ def _logits(lm: LM, ids: Sequence[int]) -> Iterator[Array]:
 
 def _reader(lm: LM) -> Callable[[Any, Array], Array]:
   def read(params: Any, tokens_BT: Array) -> Array:
-    cache = allocate(lm.network.cache_spec, 1, WINDOW, codec=Raw(lm.network.dtype))
+    cache = allocate(lm.network.cache_spec, 1, WINDOW, codec=Raw(lm.network.dtype, bits=True))
     features_BTD, _ = lm.model.forward(params, tokens_BT, jnp.arange(WINDOW, dtype=jnp.int32)[None], cache)
     return lm.model.head(params, features_BTD[0]).astype(jnp.float32)
 

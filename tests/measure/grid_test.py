@@ -48,7 +48,7 @@ def test_a_run_decodes_from_the_position_it_says_in_the_format_it_says(lm, name)
   layout = decoding.state.cache.layouts["global"]
   assert (layout.positions_BS >= 0).sum(axis=1).tolist() == [40, 40]  # held when the first measured step begins
   assert decoding.state.cache.codec == grid.CODECS[name]
-  k_BKSH = decoding.state.cache.layers[0]["k"]
+  k_BKSH = grid.CODECS[name].read(decoding.state.cache.layers[0]["k"], layout, 0)
   assert k_BKSH.dtype == jnp.dtype(name)
   assert np.ptp(np.asarray(k_BKSH[:, :, :40], np.float32), axis=(0, 2, 3)).min() > 1  # no zeros: real work
 

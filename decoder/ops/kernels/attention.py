@@ -12,7 +12,7 @@ from decoder.types import Array
 FEW = 16  # query tokens; a prompt's chunk has enough work a key for XLA's dots
 _LANES = 16  # head sizes are read in whole vectors
 _TYPES = (jnp.float32, jnp.bfloat16)  # of queries
-_HELD = (jnp.float32, jnp.uint16)  # of keys and values: uint16 are the bits of bfloat16
+_HELD = (*_TYPES, jnp.uint16)  # of keys and values: uint16 are the bits of bfloat16
 
 
 def fits(query: attention.Query, k_BKSH: Array | None, v_BKSH: Array | None) -> bool:
@@ -29,8 +29,8 @@ def decode_attend(
 ) -> Array:
   """Attention of `query` (q already rotated) over blocks first … last − 1 of a cache row: [B, T, N, H].
 
-  k_BKSH, v_BKSH: float32, or bfloat16 by its bits as uint16. kv_positions: the position each slot holds, [B, S], or
-  [B, T, S] where each query token has its own. block: slots to a block. The result is `reference`'s up to rounding.
+  k_BKSH, v_BKSH: float32, or bfloat16, also by its bits as uint16. kv_positions: the position each slot holds, [B, S],
+  or [B, T, S] where each query token has its own. block: slots to a block. The result is `reference`'s up to rounding.
   """
   span = jnp.stack([jnp.asarray(x, jnp.int32) for x in blocks])
   operands = (query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, kv_positions, span)

@@ -252,11 +252,11 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
   if (k.element_type() == ffi::F32) {
     attend(pool, p, static_cast<const float*>(k.untyped_data()), static_cast<const float*>(v.untyped_data()),
            out->typed_data());
-  } else if (k.element_type() == ffi::U16) {
+  } else if (k.element_type() == ffi::BF16 || k.element_type() == ffi::U16) {
     attend(pool, p, static_cast<const Bf16*>(k.untyped_data()), static_cast<const Bf16*>(v.untyped_data()),
            out->typed_data());
   } else {
-    return ffi::Error::InvalidArgument("attend: the cache must be float32, or bits of bfloat16 as uint16");
+    return ffi::Error::InvalidArgument("attend: the cache must be float32, or bfloat16, also as uint16");
   }
   return ffi::Error::Success();
 }

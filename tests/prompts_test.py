@@ -119,6 +119,7 @@ def test_echo_is_the_float64_oracles(lm):
   assert not np.allclose(shifted, [law_TV[n, t] for n, t in enumerate(result.prompt_ids[2:])]), "negative control"
 
 
+@pytest.mark.slow
 def test_echo_in_chunks_slices_batches_sessions_and_streams(lm, monkeypatch):
   """However a prompt is read, the same is told of it."""
   texts = ["ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 2, "Q", "XYZ"]

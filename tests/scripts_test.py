@@ -70,6 +70,7 @@ def test_text_is_streamed_to_stdout_and_figures_go_to_stderr(tiny, home):
   assert "peak memory" in line
 
 
+@pytest.mark.slow
 def test_tokens_are_told_of_in_tables_json_and_html(tiny, home, tmp_path):
   page = tmp_path / "tokens.html"
   flags = ["--model", str(tiny), "--max_new_tokens", "4", "--ignore_eos", "--prompt", "ab"]
@@ -116,6 +117,7 @@ def test_chat_wraps_the_prompt_and_a_profile_is_written(tiny, home, tmp_path):
   assert list(tmp_path.rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_a_text_can_be_made_to_fit(tiny, home, tmp_path):
   (tmp_path / "schema.json").write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}')
   flags = ["--model", str(tiny), "--output", "json", "--prompt", "a"]

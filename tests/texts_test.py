@@ -80,6 +80,7 @@ def test_texts_need_a_tokenizer_and_a_model():
   assert asked.describe()["chain"][0] == {"name": "bad_words", "bad_words": ["A", [2]]}
 
 
+@pytest.mark.slow
 def test_texts_in_streams_and_sessions(hello):
   want = hello.generate("AB", bad_words=["LL"], max_new_tokens=5).text
   for stream in (hello.stream, hello.session().stream):

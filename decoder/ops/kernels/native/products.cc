@@ -16,6 +16,8 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kFloat32 = 4, kBfloat16 = 5;  // after the kinds of quantised.h
 constexpr int64_t kLeastBytes = 8 << 10;        // of a range: streaming it takes about as long as handing it out
+constexpr int64_t kMostBytes = 160 << 10;       // of a range that several blocks of rows meet
+constexpr int64_t kRows = 32;                   // of a block: they stay in the caches while a range passes
 constexpr int64_t kBlock = 4 * kStripe;         // outputs of a gate kept while their partners are computed
 constexpr int64_t kShared = 3;                  // rows; preparing fewer takes less time than calling another thread
 
@@ -34,19 +36,22 @@ struct Input {
   const Rows* groups;  // null if no operand is quantised
 };
 
-// Outputs f … f + count − 1 of all rows: out[r * stride + i] is output f + i of row r.
-void multiply(const Input& x, const Operand& w, int64_t f, int64_t count, float* out, int64_t stride) {
+// Outputs f … f + count − 1 of the rows first … last − 1: out[r * stride + i] is output f + i of row r.
+void multiply(const Input& x, int64_t first, int64_t last, const Operand& w, int64_t f, int64_t count, float* out,
+              int64_t stride) {
+  const auto quantised = [&](auto kind) {
+    quantised_rows<decltype(kind)::value>(*x.groups, first, last, w.parts, f, count, out, stride);
+  };
+  const auto floats = [&](auto* values) {
+    float_rows(x.floats + first * x.D, last - first, values + f * w.D, count, w.D, out + first * stride, stride);
+  };
   switch (w.kind) {
-    case kInt8: return quantised_rows<kInt8>(*x.groups, x.rows, w.parts, f, count, out, stride);
-    case kQ8_0: return quantised_rows<kQ8_0>(*x.groups, x.rows, w.parts, f, count, out, stride);
-    case kQ4_0: return quantised_rows<kQ4_0>(*x.groups, x.rows, w.parts, f, count, out, stride);
-    case kQ4_1: return quantised_rows<kQ4_1>(*x.groups, x.rows, w.parts, f, count, out, stride);
-    case kFloat32:
-      return float_rows(x.floats, x.rows, reinterpret_cast<const float*>(w.parts.values) + f * w.D, count, w.D, out,
-                        stride);
-    default:
-      return float_rows(x.floats, x.rows, reinterpret_cast<const Bf16*>(w.parts.values) + f * w.D, count, w.D, out,
-                        stride);
+    case kInt8: return quantised(std::integral_constant<int64_t, kInt8>());
+    case kQ8_0: return quantised(std::integral_constant<int64_t, kQ8_0>());
+    case kQ4_0: return quantised(std::integral_constant<int64_t, kQ4_0>());
+    case kQ4_1: return quantised(std::integral_constant<int64_t, kQ4_1>());
+    case kFloat32: return floats(reinterpret_cast<const float*>(w.parts.values));
+    default: return floats(reinterpret_cast<const Bf16*>(w.parts.values));
   }
 }
 
@@ -86,11 +91,13 @@ struct Range {
 };
 
 // Cuts each operand's outputs into ranges of whole stripes, half of what is left for each thread in turn.
-void cut(const Operand& w, float* out, int64_t threads, int64_t together, std::vector<Range>& ranges) {
-  const int64_t least = std::max<int64_t>(1, kLeastBytes / std::max<int64_t>(1, w.row_bytes() * kStripe * together));
-  const int64_t stripes = (w.F + kStripe - 1) / kStripe;
+// Where rows come by blocks a range is small enough to stay in the second-level cache while all of them meet it.
+void cut(const Operand& w, float* out, int64_t threads, int64_t together, int64_t rows, std::vector<Range>& ranges) {
+  const int64_t bytes = std::max<int64_t>(1, w.row_bytes() * kStripe * together);
+  const int64_t least = std::max<int64_t>(1, kLeastBytes / bytes), stripes = (w.F + kStripe - 1) / kStripe;
+  const int64_t most = rows > kRows ? std::max<int64_t>(1, kMostBytes / bytes) : stripes;
   for (int64_t s = 0; s < stripes;) {
-    const int64_t next = std::min(stripes, s + std::max(least, (stripes - s) / (2 * threads)));
+    const int64_t next = std::min(stripes, s + std::clamp((stripes - s) / (2 * threads), least, std::max(least, most)));
     ranges.push_back({&w, out, s * kStripe, std::min(w.F, next * kStripe) - s * kStripe});
     s = next;
   }
@@ -122,23 +129,23 @@ struct Prepared {
   }
 };
 
-void run_gated(const Input& x, const Operand& up, const Range& range) {
+void run_gated(const Input& x, int64_t first, int64_t last, const Operand& up, const Range& range) {
   static thread_local std::vector<float> gate;
   gate.resize(x.rows * kBlock);
   const Operand& w = *range.w;
   for (int64_t f = range.f; f < range.f + range.count; f += kBlock) {
     const int64_t count = std::min(kBlock, range.f + range.count - f);
-    multiply(x, w, f, count, gate.data(), kBlock);
-    multiply(x, up, f, count, range.out + f, w.F);
-    for (int64_t r = 0; r < x.rows; ++r) combine(gate.data() + r * kBlock, range.out + r * w.F + f, count);
+    multiply(x, first, last, w, f, count, gate.data(), kBlock);
+    multiply(x, first, last, up, f, count, range.out + f, w.F);
+    for (int64_t r = first; r < last; ++r) combine(gate.data() + r * kBlock, range.out + r * w.F + f, count);
   }
 }
 
-void run_plain(const Input& x, const float* residual, const Range& range) {
+void run_plain(const Input& x, int64_t first, int64_t last, const float* residual, const Range& range) {
   const int64_t F = range.w->F;
-  multiply(x, *range.w, range.f, range.count, range.out + range.f, F);
+  multiply(x, first, last, *range.w, range.f, range.count, range.out + range.f, F);
   if (!residual) return;
-  for (int64_t r = 0; r < x.rows; ++r) {
+  for (int64_t r = first; r < last; ++r) {
     for (int64_t f = range.f; f < range.f + range.count; ++f) range.out[r * F + f] += residual[r * F + f];
   }
 }
@@ -187,15 +194,18 @@ ffi::Error Products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
     operands[i].F = operands[i].parts.F = F;
     quantised |= !is_float(operands[i].kind);
     if (gated && i) continue;
-    cut(operands[i], static_cast<float*>(out->untyped_data()), pool.num_threads(), gated ? 2 : 1, ranges);
+    cut(operands[i], static_cast<float*>(out->untyped_data()), pool.num_threads(), gated ? 2 : 1, rows, ranges);
   }
   static thread_local Prepared prepared;
   const float* scale = norm.element_count() ? norm.typed_data() : nullptr;
   const float* added = residual.element_count() ? residual.typed_data() : nullptr;
   const Input input = prepared.from(pool, x.typed_data(), rows, D, scale, epsilon, quantised);
   share(pool, ranges.size(), [&](int64_t i) {
-    if (gated) run_gated(input, operands[1], ranges[i]);
-    else run_plain(input, added, ranges[i]);
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const int64_t last = std::min(rows, r + kRows);
+      if (gated) run_gated(input, r, last, operands[1], ranges[i]);
+      else run_plain(input, r, last, added, ranges[i]);
+    }
   });
   return ffi::Error::Success();
 }

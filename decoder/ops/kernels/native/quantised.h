@@ -155,18 +155,19 @@ void stripe_rows(const Rows& x, int64_t row, const Weight& w, int64_t stripe, fl
   for (int r = 0; r < R; ++r) std::memcpy(out + (row + r) * stride, result + r * kParts, count * sizeof(float));
 }
 
-// All rows against outputs f … f + count − 1 of w, f a multiple of 16; out[r * stride + i] is output f + i of row r.
+// Rows first … last − 1 against outputs f … f + count − 1 of w, f a multiple of 16; out[r * stride + i] is output f + i
+// of row r.
 template <int64_t kind>
-void quantised_rows(const Rows& x, int64_t rows, const Weight& w, int64_t f, int64_t count, float* out,
+void quantised_rows(const Rows& x, int64_t first, int64_t last, const Weight& w, int64_t f, int64_t count, float* out,
                     int64_t stride) {
-  constexpr int kMost = W == 16 ? 8 : 4;  // sums must fit the registers
+  constexpr int64_t kMost = W == 16 ? 8 : 4;  // sums must fit the registers
   using Kernel = void (*)(const Rows&, int64_t, const Weight&, int64_t, float*, int64_t);
   static constexpr Kernel kernels[] = {stripe_rows<kind, 1>, stripe_rows<kind, 2>, stripe_rows<kind, 3>,
                                        stripe_rows<kind, 4>, stripe_rows<kind, 5>, stripe_rows<kind, 6>,
                                        stripe_rows<kind, 7>, stripe_rows<kind, 8>};
   for (int64_t i = 0; i < count; i += kStripe) {
-    for (int64_t r = 0; r < rows; r += kMost) {
-      kernels[std::min<int64_t>(rows - r, kMost) - 1](x, r, w, (f + i) / kStripe, out + i, stride);
+    for (int64_t r = first; r < last; r += kMost) {
+      kernels[std::min(last - r, kMost) - 1](x, r, w, (f + i) / kStripe, out + i, stride);
     }
   }
 }

@@ -222,5 +222,5 @@ def test_a_write_moves_what_it_writes_in_any_type(dtype):
 
   used, whole = temporaries(Raw(dtype, bits=True))
   assert used < whole / 8
-  if dtype == jnp.bfloat16:
+  if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11):  # since then XLA writes bfloat16 in place as well
     assert temporaries(Raw(dtype))[0] >= whole

@@ -8,7 +8,7 @@ import numpy as np
 from decoder.programs import CHUNK, SMALLEST_CHUNK, Clock, Programs, bucket, signature
 from decoder.reader import Request
 from decoder.settings import Settings
-from decoder.strategies import Early, Forest, Plan, Rules, Search, State, beam, forest, pending, run
+from decoder.strategies import Early, Forest, Plan, Rules, Search, State, beam, forest, run
 from decoder.strategies.loop import Run
 from decoder.types import NONE, Array
 
@@ -18,7 +18,7 @@ _FEW_FORCED = 8
 
 
 class BeamPrograms(Programs):
-  """`begin` and `read_chunk` are as without beams, for prompts without their last token; then `spread` and `search`."""
+  """`begin` is as without beams; `read_prompts` reads prompts but for their last tokens; then `spread` and `search`."""
 
   def __init__(
     self, network: Any, params: Any, settings: Settings, full: bool, inspect: Callable, vocab_size: int | None,
@@ -42,7 +42,7 @@ class BeamPrograms(Programs):
     size = min(bucket(longest, SMALLEST_CHUNK), CHUNK)
     for start in range(0, longest, size):
       start_B = np.full(state.length_B.shape, start, np.int32)
-      state = self._part(state, size, start_B)(state, start_B)
+      state = self._chunk(size, state, start_B)(state, start_B)
     return state
 
   def spread(self, state: State, fields: dict[str, Any], new: int) -> Search:
@@ -65,14 +65,6 @@ class BeamPrograms(Programs):
     rest = search.replace(cache=None)
     key = ("search", search.cache.capacity, search.cache.codec, signature(rest))
     return self._compile_with_params(key, "the beam search", program, search, np.int32(0))(search, np.int32(limit))
-
-  def _part(self, state: State, size: int, start_B: np.ndarray) -> Callable:
-    def program(params: Any, state: State, start_B: Array) -> State:
-      after, _ = self._strategy.forward(params, pending(state, start_B, size))
-      return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT)
-
-    key = ("part", size, state.cache.capacity, signature(state))
-    return self._compile_with_params(key, f"prompt chunks of {size} tokens", program, state, start_B)
 
 
 def beam_fields(requests: Sequence[Request], fields: dict[str, Any]) -> dict[str, Any]:

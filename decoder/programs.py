@@ -113,7 +113,7 @@ class Programs:
     start_B = np.zeros(state.length_B.shape, np.int32)
     last, before = _chunks(lengths, held)
     if before:
-      self._chunk(state, start_B)
+      self._chunk(CHUNK, state, start_B)
     self._last(last, state, start_B)
     if loop:
       self._loop(state)
@@ -127,7 +127,7 @@ class Programs:
   def read_chunk(self, state: State, lengths: Sequence[int], held: int, chunk: int) -> State:
     """Reads one chunk of CHUNK tokens of the prompts into the cache."""
     start_B = self._start_of_last(state, lengths, held) - np.int32(chunk * CHUNK)
-    return self._chunk(state, start_B)(state, start_B)
+    return self._chunk(CHUNK, state, start_B)(state, start_B)
 
   def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
     """Reads the prompts' last chunk, after the others, and draws the first token of each row."""
@@ -182,7 +182,7 @@ class Programs:
         self._telling(size, number, state, start_B)
     else:
       if before:
-        self._chunk(state, start_B)
+        self._chunk(CHUNK, state, start_B)
       self._forward(last, state, start_B)
     return jax.eval_shape(lambda params, state: self._strategy.forward(params, state)[1], self._params, state)
 
@@ -235,13 +235,13 @@ class Programs:
     start_B[: len(lengths)] = lengths
     return start_B - np.int32(_chunks(lengths, held)[0])
 
-  def _chunk(self, state: State, start_B: np.ndarray) -> Callable:
+  def _chunk(self, size: int, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> State:
-      after, _ = self._strategy.forward(params, pending(state, start_B, CHUNK))
+      after, _ = self._strategy.forward(params, pending(state, start_B, size))
       return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT)
 
-    key = ("chunk", signature(state))
-    return self._compile_with_params(key, f"prompt chunks of {CHUNK} tokens", program, state, start_B)
+    key = ("chunk", size, state.cache.capacity, signature(state))
+    return self._compile_with_params(key, f"prompt chunks of {size} tokens", program, state, start_B)
 
   def _last(self, size: int, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> tuple[State, Emission]:

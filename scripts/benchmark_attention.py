@@ -10,7 +10,6 @@ alternate within each round, medians count. Expect a straight line through the f
 """
 
 import statistics
-import time
 
 import entry
 from absl import flags
@@ -45,15 +44,10 @@ def main() -> None:
 
 def measure(cases: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
   """Microseconds of a step by (tokens held, capacity)."""
-  runs = {case: prepare(*case) for case in cases}
-  times = {case: [] for case in cases}
-  for number in range(FLAGS.rounds + 1):
-    for case, run in runs.items():
-      start = time.perf_counter()
-      run()
-      if number:  # the first round touches
-        times[case].append((time.perf_counter() - start) * 1e6 / STEPS)
-  return {case: statistics.median(taken) for case, taken in times.items()}
+  from decoder.measure.latency import alternating
+
+  times = alternating({case: prepare(*case) for case in cases}, FLAGS.rounds)
+  return {case: statistics.median(taken) * 1e3 / STEPS for case, taken in times.items()}
 
 
 def prepare(held: int, capacity: int):

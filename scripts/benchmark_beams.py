@@ -8,8 +8,8 @@ Both go on from the same prompt and alternate within each round; a ratio is of t
 """
 
 import dataclasses
+import functools
 import statistics
-import time
 from typing import Any
 
 import entry
@@ -34,15 +34,12 @@ def main() -> None:
 
 def compare(lm: Any, count: int) -> None:
   """Prints a line of medians in milliseconds, and the ratio with its quartiles."""
+  from decoder.measure.latency import alternating
+
   running = {"rows": begin(lm, count, 1), "beams": begin(lm, 1, count)}
-  times: dict[str, list[float]] = {name: [] for name in running}
-  for number in range(FLAGS.rounds + 1):
-    for name, decoding in running.items():
-      start = time.perf_counter()
-      decoding.advance(FLAGS.tokens)
-      if number:  # the first round touches
-        times[name].append((time.perf_counter() - start) * 1e3 / FLAGS.tokens)
-  rows, beams = (statistics.median(times[name]) for name in running)
+  works = {name: functools.partial(decoding.advance, FLAGS.tokens) for name, decoding in running.items()}
+  times = alternating(works, FLAGS.rounds)
+  rows, beams = (statistics.median(times[name]) / FLAGS.tokens for name in running)
   low, ratio, high = statistics.quantiles([mine / theirs for theirs, mine in zip(times["rows"], times["beams"])])
   figures = f"{count:3} rows {rows:7.2f} ms  {count:3} beams {beams:7.2f} ms  {ratio:.3f} ({low:.3f}–{high:.3f})"
   print(f"  {figures}", flush=True)

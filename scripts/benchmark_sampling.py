@@ -10,6 +10,7 @@ the greedy step; everything on at once ≤ 2 ms; the nucleus at least 10 times a
 set.
 """
 
+import functools
 import statistics
 import time
 
@@ -51,20 +52,19 @@ def main() -> None:
 
 
 def compare_steps() -> None:
+  from decoder.measure.latency import alternating
+
   lm = entry.load({})
   tokens = FLAGS.tokens * (FLAGS.rounds + 1) + 1
   running = {name: begin(lm, tokens, settings) for name, settings in SETTINGS.items()}
-  times = {name: [] for name in SETTINGS}
-  for number in range(FLAGS.rounds + 1):
-    for name, decoding in running.items():
-      start = time.perf_counter()
-      decoding.advance(FLAGS.tokens)
-      if number:  # the first round touches
-        times[name].append((time.perf_counter() - start) * 1e3 / FLAGS.tokens)
+  works = {name: functools.partial(decoding.advance, FLAGS.tokens) for name, decoding in running.items()}
+  times = alternating(works, FLAGS.rounds)
   print(f"one row, V = {lm.network.vocab_size}; a step, median of {FLAGS.rounds} rounds (quartiles of the ratio)")
   for name, taken in times.items():
     low, ratio, high = statistics.quantiles([mine / greedy for mine, greedy in zip(taken, times["greedy"])])
-    print(f"  {name:46} {statistics.median(taken):7.2f} ms  {ratio:.3f} ({low:.3f}–{high:.3f})", flush=True)
+    print(
+      f"  {name:46} {statistics.median(taken) / FLAGS.tokens:7.2f} ms  {ratio:.3f} ({low:.3f}–{high:.3f})", flush=True
+    )
 
 
 def begin(lm, tokens: int, settings: dict):
@@ -80,6 +80,7 @@ def compare_chains() -> None:
   import jax
   import numpy as np
 
+  from decoder.measure.latency import alternating
   from decoder.sampling import Context, SamplingSettings
 
   rng = np.random.default_rng(0)
@@ -90,14 +91,11 @@ def compare_chains() -> None:
   for name, (asked, full) in {**plain, "everything, full": (EVERYTHING, True)}.items():
     chain = SamplingSettings(**asked).chain(full)
     running[name] = jax.jit(drawing(chain)), jax.device_put((logits_TV, chain.init(), row))
-  taken = {name: [] for name in running}
-  for name, (steps, inputs) in [*running.items()] * 52:
-    start = time.perf_counter()
-    jax.block_until_ready(steps(*inputs))
-    taken[name].append((time.perf_counter() - start) * 1e3 / FLAGS.tokens)
+  works = {name: lambda run=run: jax.block_until_ready(run[0](*run[1])) for name, run in running.items()}
+  taken = alternating(works, 50)
   print(f"one row of 49,152 logits: milliseconds a step, median of 50 loops of {FLAGS.tokens} steps, alternating")
   for name, times in taken.items():
-    print(f"  {name:18} {statistics.median(times[2:]):6.2f}", flush=True)
+    print(f"  {name:18} {statistics.median(times) / FLAGS.tokens:6.2f}", flush=True)
 
 
 def drawing(chain):

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +20,17 @@ def timed(work: Callable[[], Any]) -> float:
   start = time.perf_counter()
   work()
   return (time.perf_counter() - start) * 1e3
+
+
+def alternating(works: Mapping[Hashable, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
+  """Milliseconds that each takes, called in turn `rounds` times, after a round that touches and does not count."""
+  times: dict[Any, list[float]] = {name: [] for name in works}
+  for number in range(rounds + 1):
+    for name, work in works.items():
+      taken = timed(work)
+      if number:
+        times[name].append(taken)
+  return times
 
 
 def decode_times(lm: LM, ids: Sequence[int], rows: int, tokens: int, *, steps: int, capacity: int) -> list[float]:

@@ -16,11 +16,11 @@ from decoder.sampling.truncation import (
   SLACK,
   XTC_TAG,
   below_one,
-  first_of,
   first_positive,
   head_of_mass,
   head_of_number,
   log_law,
+  narrow_p,
   nucleus,
   positive,
   whole_k,
@@ -52,7 +52,7 @@ def top_p_with_ties(value: float | None) -> LogitTransform:
 def top_p_or_one(value: float | None) -> LogitTransform:
   """Like top_p; 0 keeps one token (llama.cpp)."""
   state = _share("top_p", 1.0 if value is None else value, 0)
-  return LogitTransform(lambda: state, Filter(below_one, _top_p_or_one, _narrow_p_or_one))
+  return LogitTransform(lambda: state, Filter(below_one, _top_p_or_one, narrow_p))
 
 
 def typical_with_ties(value: float | None) -> LogitTransform:
@@ -135,10 +135,6 @@ def _narrow_p_with_ties(law: Law, p: Array, chance: Array) -> Part:
 
 def _top_p_or_one(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:
   return nucleus(logits_N, p)
-
-
-def _narrow_p_or_one(law: Law, p: Array, chance: Array) -> Part:
-  return first_of(law, *head_of_mass(law, p))
 
 
 def _typical_with_ties(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:

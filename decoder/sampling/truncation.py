@@ -40,7 +40,7 @@ def top_p(value: float | None) -> LogitTransform:
   value = 1.0 if value is None else value
   hint = "a number in (0, 1]" + ("; for the most probable token use temperature=0" if value == 0 else "")
   check("top_p", value, lambda p: 0 < p <= 1, hint)
-  return LogitTransform(lambda: np.float32(value), Filter(below_one, _top_p, _narrow_p))
+  return LogitTransform(lambda: np.float32(value), Filter(below_one, _top_p, narrow_p))
 
 
 def min_p(value: float | None) -> LogitTransform:
@@ -117,10 +117,6 @@ def _top_p(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:
   return nucleus(logits_N, p)
 
 
-def _narrow_p(law: Law, p: Array, chance: Array) -> Part:
-  return first_of(law, *head_of_mass(law, p))
-
-
 def _min_p(logits_N: Array, ids_N: Array, p: Array, chance: Array) -> Array:
   return jnp.where(logits_N >= _least(jnp.max(logits_N), p), logits_N, -jnp.inf)
 
@@ -181,6 +177,11 @@ def head_of_mass(law: Law, p: Array) -> tuple[Array, Array]:
   """`law.head_of` the mass p."""
   peak, total = mass(law)
   return head_of(law, jnp.exp(law.top_C - peak), p * total * REACHED)
+
+
+def narrow_p(law: Law, p: Array, chance: Array) -> Part:
+  """The head of the list that has mass p."""
+  return first_of(law, *head_of_mass(law, p))
 
 
 def first_of(law: Law, last: Array, found: Array) -> Part:

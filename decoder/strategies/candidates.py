@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from decoder.sampling.selection import head
-from decoder.types import NONE, Array
+from decoder.types import Array
 
 
 class Picked(NamedTuple):
@@ -67,8 +67,3 @@ def _top(values: Array, number: int) -> tuple[Array, Array]:
   found, at = lax.top_k(values, min(number, values.shape[0]))
   lacking = number - found.shape[0]
   return jnp.pad(found, (0, lacking), constant_values=-jnp.inf), jnp.pad(at, (0, lacking))
-
-
-def parents(picked: Picked) -> Array:
-  """By beam the one that it goes on from, NONE for none."""
-  return jnp.where(picked.there_W, picked.parent_W, NONE)

@@ -5,6 +5,7 @@ maps over its rows. Those here are compared by their fields, so that equal ones 
 ask for is cut off on the host.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ def nothing(drawn: Drawn) -> None:
   """Nothing is asked."""
 
 
-class _Point(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Point:
   """Log-probs of the token among the logits `field` of Drawn, with `number` alternatives."""
 
   field: str
@@ -67,7 +69,8 @@ def processed_logprobs(number: int) -> Callable[[Drawn], Logprobs]:
   return _Point("kept_V", number)
 
 
-class Together(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Together:
   """Several inspections by name, as one that gives a dict."""
 
   parts: tuple[tuple[str, Callable[[Drawn], Any]], ...]
@@ -100,7 +103,8 @@ class Explained(NamedTuple):
   probability_K: Array
 
 
-class _Explain(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Explain:
   """Takes a chain's update apart; compared by it."""
 
   update: Any

@@ -6,6 +6,7 @@ are float32; ids ≥ the tokenizer's size and whatever was masked before already
 transforms share: the protocol, `chain`, and how those that no row uses are skipped.
 """
 
+import dataclasses
 import itertools
 import numbers
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,8 @@ class LogitTransform(NamedTuple):
   observe: Callable[[Any, Array, Array], Any] = _nothing_to_note
 
 
-class Skipped(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Skipped:
   """An update that is skipped where no row's state makes it `active`. change: (logits_V, state, context) -> logits_V,
   on what is active; its context has no key."""
 
@@ -69,7 +71,8 @@ class Skipped(NamedTuple):
     return self.change.__name__
 
 
-class Added(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Added:
   """An update that adds to the logits of some ids, −inf to forbid them; skipped like `Skipped`. additions: (state,
   context) -> (ids_N, bias_N); an id of NONE is none. Several in a row are added at once."""
 
@@ -94,7 +97,8 @@ def _add(links: Sequence[Added], states: tuple, logits_V: Array, context: Contex
   return only_if(_any_active(links, states), once, logits_V, states, context._replace(key=None))
 
 
-class Filter(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Filter:
   """An update that removes tokens, knowing them by their logits alone; skipped like `Skipped`. Several in a row share
   one `Law`.
 
@@ -151,7 +155,8 @@ def _any_active(links: Sequence[Any], states: Sequence[Any]) -> Array:
   return jnp.stack([link.active(state) for link, state in zip(links, states)]).any()
 
 
-class _Update(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Update:
   """Functions one after another. Equal and hashed by them, so that two chains of one order share a compilation."""
 
   links: tuple[Callable, ...]
@@ -196,7 +201,8 @@ class _Update(NamedTuple):
     return _any_active(self.links, state)
 
 
-class _Together(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Together:
   """A chain of updates, skipped as one where no row's state makes any of them active."""
 
   inner: _Update
@@ -205,7 +211,8 @@ class _Together(NamedTuple):
     return only_if(self.inner.active(state), self.inner, logits_V, state, context._replace(key=None))
 
 
-class _Observe(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Observe:
   """Like `_Update`, for what is drawn."""
 
   links: tuple[Callable, ...]

@@ -53,7 +53,7 @@ class BeamPrograms(Programs):
 
     # Of the cache its buffers alone are given away: its table becomes a larger one.
     arguments = (state.cache.layers, state.cache.replace(layers=()), {**fields, "key_B": state.key_B})
-    key = ("spread", new, state.cache.capacity, signature(arguments[2]))
+    key = ("spread", new, state.cache.capacity, state.cache.form, signature(arguments[2]))
     return self._compile(key, "the start of a search", program, 0, *arguments)(*arguments)
 
   def search(self, search: Search, limit: int) -> Run:
@@ -63,7 +63,7 @@ class BeamPrograms(Programs):
       return run(self._search, params, search, limit, search.logprobs_BWN.shape[2])
 
     rest = search.replace(cache=None)
-    key = ("search", search.cache.capacity, search.cache.codec, signature(rest))
+    key = ("search", search.cache.capacity, search.cache.form, signature(rest))
     return self._compile_with_params(key, "the beam search", program, search, np.int32(0))(search, np.int32(limit))
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from decoder.constrained import driver
+from decoder.encoded import source_fields
 from decoder.guided import negative_fields
 from decoder.programs import LOOP, Programs, bucket
 from decoder.prompts import reading
@@ -208,13 +209,13 @@ class Decoding:
       ttft_ms=first,
       tpot_ms=tpot,
       tokens_per_s=1e3 / tpot if tpot else None,
-      prompt_tokens_per_s=1e3 * (len(request.prompt_ids) - self._held) / first if first else None,
-      prompt_tokens=len(request.prompt_ids),
+      prompt_tokens_per_s=1e3 * (len(request.read_ids) - self._held) / first if first else None,
+      prompt_tokens=len(request.read_ids),
       new_tokens=len(reader.token_ids),
     )
     truncated = request.at_limit if reader.finish_reason == "length" else request.truncated
     return Result(
-      reader.text, request.prompt_ids, tuple(reader.token_ids), reader.finish_reason or "cancelled",
+      reader.text, request.read_ids, tuple(reader.token_ids), reader.finish_reason or "cancelled",
       reader.stop_reason, truncated, request.seed, request.settings, timings, request.sample,
       report.logprobs(), report.prompt_logprobs(), report.explanation(),
     )  # fmt: skip
@@ -308,7 +309,7 @@ def fields_of(requests: Sequence[Request], programs: Programs, capacity: int, he
     fields["limit_B"][row] = request.limit
     fields["ends_BE"][row, : len(request.ends)] = request.ends
     fields["seed_B"][row], fields["sample_B"][row] = request.seed, request.sample
-  fields |= negative_fields(requests, rows)
+  fields |= negative_fields(requests, rows) | source_fields(requests, rows)
   settings = [programs.numbers(request.settings) for request in requests]
   settings += settings[:1] * (rows - len(requests))
   fields["settings"] = jax.tree.map(_stacked, *settings)

@@ -44,6 +44,8 @@ class LM:
   want only the step. context: longest sequence in tokens.
   """
 
+  kinds: tuple[type[Programs], type[BeamPrograms]] = (Programs, BeamPrograms)  # that write a text, that search one
+
   def __init__(
     self, checkpoint: Checkpoint, dtype: Any, *, load_s: float = 0.0, announce: Callable[[str], None] | None = None
   ):
@@ -206,7 +208,8 @@ class LM:
     key = (each[0].structure, full, guided, inspect)
     if key not in self._programs:
       vocab = self.tokenizer.vocab_size if self.tokenizer else None
-      kind = BeamPrograms if each[0].searches else GuidedPrograms if guided else Programs
+      plain, beams = self.kinds
+      kind = beams if each[0].searches else GuidedPrograms if guided else plain
       self._programs[key] = kind(self.network, self.params, each[0], full, inspect, vocab, self._clock)
     return self._programs[key]
 
@@ -236,7 +239,7 @@ class LM:
     room = settings.capacity or self.context
     if isinstance(prompt, Infill) and settings.truncate is not None:
       raise ValueError("truncate would cut the marks of an Infill prompt; shorten its prefix or suffix instead")
-    ids, cut = self._fit(self.encode(prompt, settings.add_bos), settings, room)
+    settings, ids, source, cut = self._read(prompt, settings, room)
     negative = self._negative(ids, settings, room)
     room -= max(0, len(negative) - len(ids))
     limit = room if settings.max_new_tokens is None else len(ids) + settings.max_new_tokens
@@ -250,8 +253,16 @@ class LM:
     indent = _indent(prompt) if settings.stop_at_dedent else None
     limit = min(limit, room)
     settings.check_forced(ends, limit - len(ids))
-    request = Request(ids, settings, seed, 0, limit, ends, cut, full, constraint, negative, indent)
+    request = Request(ids, settings, seed, 0, limit, ends, cut, full, constraint, negative, indent, source)
     return [dataclasses.replace(request, sample=sample) for sample in range(settings.samples)]
+
+  def _read(self, prompt: Any, settings: Settings, room: int) -> tuple[Settings, tuple, tuple, str | None]:
+    """The settings that a prompt is written on with, the ids before the first one to write, those an encoder reads, and
+    what was cut off."""
+    if settings.src is not None or settings.tgt is not None:
+      raise ValueError(f"src and tgt name languages to models that read a text to translate it; {self.name} does not")
+    ids, cut = self._fit(self.encode(prompt, settings.add_bos), settings, room)
+    return settings, ids, (), cut
 
   def _spellings(self, name: str, text: str) -> list[tuple[int, ...]]:
     try:
@@ -317,9 +328,16 @@ def load(
   dtype = _float_type(dtype)
   _keep_compilations(cache_dir)
   checkpoint = load_checkpoint(name, dtype, weights=weights, cache_dir=cache_dir)
-  lm = LM(checkpoint, dtype, announce=announce)
+  lm = kind_of(checkpoint.config)(checkpoint, dtype, announce=announce)
   lm.load_s = time.perf_counter() - start
   return lm
+
+
+def kind_of(config: Mapping[str, Any]) -> type[LM]:
+  """What a model of this config.json is behind the façade."""
+  from decoder.translator import Translator  # which is an LM
+
+  return Translator if registry.has_encoder(config) else LM
 
 
 def _keep_compilations(cache_dir: str | Path | None) -> None:

@@ -49,8 +49,8 @@ class GuidedPrograms(Programs):
     key, what = ("negative", tokens_BT.shape, signature(state)), f"negative prompts of {tokens_BT.shape[1]} tokens"
     return self._compile_with_params(key, what, program, *arguments)(*arguments)
 
-  def _allocate(self, rows: int, capacity: int) -> GuidedCache:
-    return GuidedCache.around(super()._allocate(2 * rows, capacity), self._features)
+  def _allocate(self, rows: int, capacity: int, fields: dict[str, Any]) -> GuidedCache:
+    return GuidedCache.around(super()._allocate(2 * rows, capacity, fields), self._features)
 
 
 def negative_fields(requests: Sequence[Request], rows: int) -> dict[str, np.ndarray]:

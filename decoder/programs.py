@@ -94,16 +94,16 @@ class Programs:
     rows = fields["length_B"].shape[0]
 
     def program(cache: Any, fields: dict[str, Any]) -> Any:
-      return _begin(self._allocate(rows, capacity) if cache is None else cache, fields)
+      return _begin(self._allocate(rows, capacity, fields) if cache is None else cache, fields)
 
-    key = ("begin", capacity, None if cache is None else cache.codec, signature(fields))
+    key = ("begin", capacity, None if cache is None else cache.form, signature(fields))
     return self._compile(key, f"a cache for {rows} × {capacity} tokens", program, 0, cache, fields)(cache, fields)
 
   def grow(self, cache: Any, capacity: int) -> Any:
     """The same rows in a larger cache."""
 
     def program(cache: Any) -> Any:
-      return self._allocate(cache.batch, capacity).insert(jnp.arange(cache.batch), cache)
+      return self._allocate(cache.batch, capacity, {}).insert(jnp.arange(cache.batch), cache)
 
     key = ("grow", cache.batch, cache.capacity, capacity)
     return self._compile(key, f"a cache for {capacity} tokens", program, None, cache)(cache)
@@ -226,7 +226,7 @@ class Programs:
     after, emission = self._draw(rest, logits_BV, masks_BW)(rest, logits_BV, masks_BW)
     return after.replace(cache=state.cache), emission
 
-  def _allocate(self, rows: int, capacity: int) -> Any:
+  def _allocate(self, rows: int, capacity: int, fields: dict[str, Any]) -> Any:
     return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype, bits=True))
 
   def _start_of_last(self, state: State, lengths: Sequence[int], held: int) -> np.ndarray:
@@ -347,7 +347,7 @@ def _unpack(words_BW: Array) -> Array:
 
 def signature(tree: Any) -> tuple:
   """The shapes that tell two compilations of a program apart, and the format of the cache where there is one."""
-  codec = ()
+  form = ()
   if isinstance(tree, State):
-    codec, tree = (tree.cache and tree.cache.codec,), (tree.context_BL, tree.ends_BE, tree.settings)
-  return codec + tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(tree))
+    form, tree = (tree.cache and tree.cache.form,), (tree.context_BL, tree.ends_BE, tree.settings)
+  return form + tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(tree))

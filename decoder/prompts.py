@@ -117,4 +117,5 @@ def reading(programs: Programs, requests: Sequence[Request]) -> Any:
 
 def _home(request: Request) -> tuple:
   """Requests that share it hold the same in their caches after the prompt; length-dependent rope reads the limit."""
-  return request.prompt_ids, request.limit, request.negative_ids, request.settings.guidance_scale
+  scale = request.settings.guidance_scale
+  return request.prompt_ids, request.source_ids, request.limit, request.negative_ids, scale

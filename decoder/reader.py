@@ -16,11 +16,11 @@ from decoder.text.stops import Stops
 
 @dataclasses.dataclass
 class Request:
-  """prompt_ids: as they will be read. sample: the number of this one among the prompt's n. limit: length in tokens at
-  which the row ends. ends: ids that end it. truncated: what Result says of it; at_limit: what, if the limit ends it.
-  constraint: what the text must fit, as it stands at the start. negative_ids: the prompt that guidance leads away from;
-  empty without. indent: columns before the prompt's last line, None for an empty one; read where settings stop at a
-  dedent."""
+  """prompt_ids: as they will be read; source_ids: by the encoder, where there is one. sample: the number of this one
+  among the prompt's n. limit: length in tokens at which the row ends. ends: ids that end it. truncated: what Result
+  says of it; at_limit: what, if the limit ends it. constraint: what the text must fit, as it stands at the start.
+  negative_ids: the prompt that guidance leads away from; empty without. indent: columns before the prompt's last
+  line, None for an empty one; read where settings stop at a dedent."""
 
   prompt_ids: tuple[int, ...]
   settings: Settings
@@ -33,6 +33,12 @@ class Request:
   constraint: Constraint | None = None
   negative_ids: tuple[int, ...] = ()
   indent: int | None = None
+  source_ids: tuple[int, ...] = ()
+
+  @property
+  def read_ids(self) -> tuple[int, ...]:
+    """What the user gave: the source where there is one, else the prompt."""
+    return self.source_ids or self.prompt_ids
 
   @property
   def guided(self) -> bool:

@@ -128,11 +128,11 @@ class Searching:
     timings = Timings(
       load_s=round(load_s, 3), compile_s=round(self._compiled_s(), 3), ttft_ms=self._spent_ms if each else None,
       tpot_ms=each, tokens_per_s=1e3 / each if each else None, prompt_tokens_per_s=None,
-      prompt_tokens=len(request.prompt_ids), new_tokens=len(reader.token_ids),
+      prompt_tokens=len(request.read_ids), new_tokens=len(reader.token_ids),
     )  # fmt: skip
     truncated = request.at_limit if reader.finish_reason == "length" else request.truncated
     return Result(
-      reader.text, request.prompt_ids, tuple(reader.token_ids), reader.finish_reason, reader.stop_reason, truncated,
+      reader.text, request.read_ids, tuple(reader.token_ids), reader.finish_reason, reader.stop_reason, truncated,
       request.seed, request.settings, timings, request.sample, logprobs=report.logprobs(),
       score=score,
     )  # fmt: skip

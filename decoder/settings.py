@@ -36,6 +36,8 @@ class Settings(BeamSettings):
   detokenize: False leaves the text empty and the tokens as they are; stop strings cannot be found then.
   add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
   None refuses it. capacity: tokens the cache has room for; None chooses it.
+  src, tgt: the languages of the text and of its translation, by their codes in the model's vocabulary; only for models
+  that have such.
   logprobs: number of alternatives to report with each token's log-prob and rank, 0 for none but its own; None reports
   nothing. logprobs_mode: 'raw', by the model's logits, or 'processed', by what was drawn from. prompt_logprobs: also
   for the prompt's tokens, always raw. best_of: draw so many samples and give the n with the highest mean raw log-prob
@@ -63,6 +65,8 @@ class Settings(BeamSettings):
   add_bos: bool | None = None
   truncate: str | None = None
   capacity: int | None = None
+  src: str | None = None
+  tgt: str | None = None
   logprobs: int | None = None
   logprobs_mode: str = "raw"
   prompt_logprobs: bool = False
@@ -99,6 +103,9 @@ class Settings(BeamSettings):
       raise ValueError(f"max_time must be a number of seconds above 0, or None, got {self.max_time!r}")
     if self.logprobs_mode not in ("raw", "processed"):
       raise ValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
+    for name in ("src", "tgt"):
+      if not isinstance(getattr(self, name), str | None):
+        raise ValueError(f"{name} must be the code of a language, or None, got {getattr(self, name)!r}")
     if self.truncate not in (None, "left", "middle"):
       raise ValueError(f"truncate must be 'left', 'middle' or None, got {self.truncate!r}")
     scale = self.guidance_scale

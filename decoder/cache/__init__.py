@@ -1,8 +1,21 @@
 """Caches: layout × codec × entry (floor 2)."""
 
 from decoder.cache.branching import Branching
-from decoder.cache.cache import Cache, Entry, LayerSpec, allocate
+from decoder.cache.cache import CROSS, Cache, Entry, LayerSpec, allocate
 from decoder.cache.codecs import Codec, Raw
+from decoder.cache.encoded import Encoded
 from decoder.cache.layouts import Contiguous, Layout
 
-__all__ = ["Branching", "Cache", "Codec", "Contiguous", "Entry", "LayerSpec", "Layout", "Raw", "allocate"]
+__all__ = [
+  "CROSS",
+  "Branching",
+  "Cache",
+  "Codec",
+  "Contiguous",
+  "Encoded",
+  "Entry",
+  "LayerSpec",
+  "Layout",
+  "Raw",
+  "allocate",
+]

@@ -16,15 +16,18 @@ from flax import struct
 
 from decoder.cache.branching import Branching
 from decoder.cache.codecs import Codec, Raw
+from decoder.cache.encoded import Encoded
 from decoder.cache.layouts import Contiguous, Layout
 from decoder.ops import attention
 from decoder.ops.kernels import attention as kernel
 from decoder.types import NONE, Array
 
+CROSS = "cross"  # the group of what an encoder has read, which decoding only reads
+
 
 class LayerSpec(NamedTuple):
-  """What one attention layer stores for a token. group: layers of a group share a layout. window: tokens its queries
-  look back, None for all."""
+  """What one attention layer stores for a token. group: layers of a group share a layout; CROSS holds tokens of the
+  text that an encoder has read. window: tokens its queries look back, None for all."""
 
   group: str
   kv_heads: int
@@ -99,8 +102,8 @@ class Cache:
 
   @property
   def capacity(self) -> int:
-    """Tokens a row can hold."""
-    return min(layout.capacity for layout in self.layouts.values())
+    """Tokens a row can hold, besides those of an encoder."""
+    return min(layout.capacity for group, layout in self.layouts.items() if group != CROSS)
 
   @property
   def batch(self) -> int:
@@ -110,7 +113,11 @@ class Cache:
     """Takes room for new tokens; a model calls it once a step, before its layers."""
     if self.tail is not None:
       return self.replace(tail=self.tail.replace(positions_BT=positions_BT))
-    return self.replace(layouts={name: layout.claim(positions_BT) for name, layout in self.layouts.items()})
+    return self._growing(lambda layout: layout.claim(positions_BT))
+
+  def claim_encoded(self, positions_BS: Array) -> "Cache":
+    """Takes room for what an encoder has read; done once, before the layers of the group CROSS append it."""
+    return self.replace(layouts={**self.layouts, CROSS: self.layouts[CROSS].claim(positions_BS)})
 
   def layer(self, index: int) -> Entry:
     """What layer `index` is handed."""
@@ -143,7 +150,7 @@ class Cache:
 
   def truncate(self, length_B: Array) -> "Cache":
     """Forgets positions ≥ length: the rollback of speculation. No bytes move."""
-    return self.replace(layouts={name: layout.truncate(length_B) for name, layout in self.layouts.items()})
+    return self._growing(lambda layout: layout.truncate(length_B))
 
   def select(self, rows_R: Array) -> "Cache":
     """Row r becomes row rows_R[r]."""
@@ -154,12 +161,12 @@ class Cache:
   def spread(self, beams: int) -> "Cache":
     """The same rows, to be gone on from by so many beams each; nothing is copied. Each further block of tokens has one
     token a beam, and takes a slot for each."""
-    return self.replace(layouts={name: Branching.of(layout, beams) for name, layout in self.layouts.items()})
+    return self._growing(lambda layout: Branching.of(layout, beams))
 
   def follow(self, parents_BW: Array) -> "Cache":
     """After `spread`: beam w goes on from the text of beam parents_BW[b, w] of its row, NONE from none. Moves no bytes
     of keys and values."""
-    return self.replace(layouts={name: layout.follow(parents_BW) for name, layout in self.layouts.items()})
+    return self._growing(lambda layout: layout.follow(parents_BW))
 
   def insert(self, rows_R: Array, other: "Cache") -> "Cache":
     """Row r of `other` replaces row rows_R[r]; rows_R ≥ B are dropped."""
@@ -170,6 +177,16 @@ class Cache:
     extent = self.extent_B.at[rows_R].set(other.extent_B, mode="drop")
     return self.replace(layouts=layouts, layers=layers, extent_B=extent)
 
+  @property
+  def form(self) -> tuple:
+    """What tells two compilations of a program over caches of one model apart."""
+    return self.codec, tuple(x.shape for x in jax.tree.leaves(self.layouts))
+
+  def _growing(self, change: Callable) -> "Cache":
+    """Changes the layouts of what decoding writes: what an encoder has read stays as it is."""
+    kept = {name: layout if name == CROSS else change(layout) for name, layout in self.layouts.items()}
+    return self.replace(layouts=kept)
+
   def _each_buffer(self, change: Callable, *others: tuple) -> tuple:
     changed = []
     for spec, *stored in zip(self.spec, self.layers, *others):
@@ -179,14 +196,19 @@ class Cache:
 
 
 def allocate(
-  spec: Sequence[LayerSpec], batch: int, capacity: int, *, layout: type = Contiguous, codec: Codec | None = None
-) -> Cache:
-  """An empty cache of `batch` rows for `capacity` tokens each.
+  spec: Sequence[LayerSpec], batch: int, capacity: int, *, layout: type = Contiguous, codec: Codec | None = None,
+  source: int = 1,
+) -> Cache:  # fmt: skip
+  """An empty cache of `batch` rows for `capacity` tokens each, and for `source` tokens that an encoder reads, if the
+  model has one.
 
   spec: one LayerSpec a layer, from the model's `cache_spec()`. layout: a class with `allocate(batch, capacity)`.
   Takes batch × capacity × Σ kv_heads × head_dim × 2 × (bytes of the codec) bytes. ValueError for sizes below 1.
   """
   codec = Raw() if codec is None else codec
-  layouts = {group: layout.allocate(batch, capacity) for group in dict.fromkeys(s.group for s in spec)}
+  groups = dict.fromkeys(s.group for s in spec)
+  layouts = {
+    group: Encoded.allocate(batch, source) if group == CROSS else layout.allocate(batch, capacity) for group in groups
+  }
   layers = tuple({name: codec.init(layouts[s.group], s.kv_heads, s.head_dim) for name in ("k", "v")} for s in spec)
   return Cache(layouts, layers, jnp.full((batch,), capacity, jnp.int32), tuple(spec), codec)

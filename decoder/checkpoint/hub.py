@@ -30,7 +30,9 @@ from decoder.text.config import TOKENIZER_FILES
 
 DEFAULT = "smollm2-135m-instruct"
 _MANIFESTS = Path(__file__).with_name("manifests")  # a link to checkpoints/ in a checkout, a package in a wheel
-_HUB_PATTERNS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+_HUB_CONFIGS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+_HUB_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_HUB_OTHERS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # many main branches hold only these
 
 
 def resolve(
@@ -181,13 +183,15 @@ def _from_huggingface(text: str) -> Path:
   from huggingface_hub import snapshot_download
 
   try:
-    directory = snapshot_download(
-      repository, revision=revision or None, allow_patterns=[*_HUB_PATTERNS, *TOKENIZER_FILES]
-    )
+    for weights in (_HUB_WEIGHTS, _HUB_OTHERS):
+      patterns = [*_HUB_CONFIGS, *weights]
+      directory = Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+      if any(directory.glob(weights[0])):
+        break
   except Exception as error:  # its own errors, those of its HTTP library, and the operating system's
     raise CheckpointError(
       f"cannot fetch hf:{text}",
       got=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
       remedy="check the name, the revision, the network, and `hf auth login` if the model is gated",
     ) from error
-  return Path(directory)
+  return directory

@@ -1,7 +1,7 @@
 """Names: from a published tensor to a place in our parameter tree.
 
 Weights keep the published layout, so a mapping is a list of renamings and nothing else. A new architecture is one
-line in RULES, or a new tuple of (pattern, path) pairs where its names differ.
+line in RULES, or a new tuple of (pattern, path) pairs where its names differ; an empty path leaves a tensor out.
 """
 
 import re
@@ -24,6 +24,53 @@ _LLAMA = (
   (r"lm_head\.weight", r"head/weight"),
 )
 
+_T5_PARTS = {"SelfAttention": "attention", "EncDecAttention": "cross"}
+_T5_MLP = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
+_T5 = (
+  (r"shared\.weight", r"embed/weight"),
+  (r"(?:encoder|decoder)\.embed_tokens\.weight", ""),  # the same once more
+  (r"(\w+)\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.weight", r"\1/relative/table/weight"),
+  (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight", ""),  # never used
+  *(
+    (rf"(\w+)\.block\.(\d+)\.layer\.\d\.{theirs}\.([qkvo])\.weight", rf"\1/layers_\2/{ours}/\3/weight")
+    for theirs, ours in _T5_PARTS.items()
+  ),
+  *(
+    (rf"(\w+)\.block\.(\d+)\.layer\.\d\.DenseReluDense\.{theirs}\.weight", rf"\1/layers_\2/mlp/{ours}/weight")
+    for theirs, ours in _T5_MLP.items()
+  ),
+  (r"(\w+)\.block\.(\d+)\.layer\.0\.layer_norm\.weight", r"\1/layers_\2/attention_norm/weight"),
+  (r"encoder\.block\.(\d+)\.layer\.1\.layer_norm\.weight", r"encoder/layers_\1/mlp_norm/weight"),
+  (r"decoder\.block\.(\d+)\.layer\.1\.layer_norm\.weight", r"decoder/layers_\1/cross_norm/weight"),
+  (r"decoder\.block\.(\d+)\.layer\.2\.layer_norm\.weight", r"decoder/layers_\1/mlp_norm/weight"),
+  (r"(\w+)\.final_layer_norm\.weight", r"\1/norm/weight"),
+  (r"lm_head\.weight", r"head/weight"),
+)
+
+_HALF = r"(?:model\.)?(encoder|decoder)\."
+_BART_LAYER = _HALF + r"layers\.(\d+)\."
+_BART_MLP = {"fc1": "up", "fc2": "down"}
+_BART_NORMS = {"self_attn": "attention", "encoder_attn": "cross", "final": "mlp"}
+_BART = (
+  (r"(?:model\.)?shared\.weight", r"embed/weight"),
+  (_HALF + r"embed_tokens\.weight", ""),  # the same once more
+  (_HALF + r"embed_positions\.weight", r"\1/positions/table/weight"),
+  (_HALF + r"layernorm_embedding\.(weight|bias)", r"\1/embed_norm/\2"),
+  (_BART_LAYER + r"self_attn\.([qkv])_proj\.(weight|bias)", r"\1/layers_\2/attention/\3/\4"),
+  (_BART_LAYER + r"self_attn\.out_proj\.(weight|bias)", r"\1/layers_\2/attention/o/\3"),
+  (_BART_LAYER + r"encoder_attn\.([qkv])_proj\.(weight|bias)", r"\1/layers_\2/cross/\3/\4"),
+  (_BART_LAYER + r"encoder_attn\.out_proj\.(weight|bias)", r"\1/layers_\2/cross/o/\3"),
+  *((_BART_LAYER + rf"{theirs}\.(weight|bias)", rf"\1/layers_\2/mlp/{ours}/\3") for theirs, ours in _BART_MLP.items()),
+  *(
+    (_BART_LAYER + rf"{theirs}_layer_norm\.(weight|bias)", rf"\1/layers_\2/{ours}_norm/\3")
+    for theirs, ours in _BART_NORMS.items()
+  ),
+  (_HALF + r"layer_norm\.(weight|bias)", r"\1/norm/\2"),
+  (r"lm_head\.weight", r"head/weight"),
+  (r"final_logits_bias", r"logits_bias/bias"),
+)
+_MADE = (_HALF + r"embed_positions\.weights?", "")  # sinusoids, which are computed
+
 Rules = Mapping[str, tuple[tuple[str, str], ...]]
 
 # Names of Hugging Face checkpoints, by the config's model_type.
@@ -31,6 +78,11 @@ RULES: Rules = {
   "llama": _LLAMA,
   "mistral": _LLAMA,
   "qwen2": _LLAMA,
+  "t5": _T5,
+  "mt5": _T5,
+  "bart": _BART,
+  "marian": (_MADE, *_BART),
+  "m2m_100": (_MADE, *_BART),
 }
 
 _GGUF = (
@@ -75,7 +127,8 @@ def to_paths(rules: Rules, kind: str, tensors: Mapping[str, T]) -> dict[str, T]:
         f"tensor {name} has no place in a {kind} model",
         remedy="this is another architecture than it says, or a quantised format that is not supported",
       )
-    renamed[path] = tensor
+    if path:
+      renamed[path] = tensor
   return renamed
 
 

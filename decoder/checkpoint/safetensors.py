@@ -1,4 +1,5 @@
-"""Hugging Face directories: config.json, tokenizer files, one safetensors file or several with an index.
+"""Hugging Face directories: config.json, tokenizer files, one safetensors file or several with an index; or PyTorch's
+own files, where there are none of those (`torchfile.py`).
 
 The safetensors header gives every tensor's place in the file, so tensors are memory-mapped one by one (the library
 would copy them). All headers are read and checked at once, the weights only when asked for.
@@ -14,6 +15,7 @@ from decoder.checkpoint import source as sources
 from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.mapping import RULES, to_paths
 from decoder.checkpoint.source import Source, Tensor
+from decoder.checkpoint.torchfile import read_torch
 
 _DTYPES = {
   "F64": np.float64,
@@ -30,6 +32,7 @@ _DTYPES = {
   "BOOL": np.bool_,
 }
 _REMEDY = "the file is truncated or damaged; fetch it again"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts
 
 
 def open_huggingface(directory: Path) -> Source:
@@ -41,7 +44,7 @@ def open_huggingface(directory: Path) -> Source:
     )
   generation = directory / "generation_config.json"
   files, index = weight_files(directory)
-  headers = {file.name: read_header(file) for file in files}
+  headers = {file.name: _READERS[file.suffix](file) for file in files}
   _check_index(directory, index, headers)
   tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
   return Source(
@@ -56,23 +59,28 @@ def open_huggingface(directory: Path) -> Source:
 
 
 def weight_files(directory: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
-  """The safetensors files of a directory, and the index (tensor -> file name) if it is sharded."""
-  single, index_file = directory / "model.safetensors", directory / "model.safetensors.index.json"
-  if single.is_file():
-    return (single,), {}
-  if not index_file.is_file():
-    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
-    raise CheckpointError(
-      f"{directory} holds no weights",
-      wanted="model.safetensors or model.safetensors.index.json",
-      got=", ".join(others[:3]) or "neither",
-      remedy="save it with save_pretrained(..., safe_serialization=True)" if others else "fetch the weights",
-    )
+  """The files of a directory that hold weights, and the index (tensor -> file name) if they are sharded."""
+  for name in WEIGHTS:
+    single, index_file = directory / name, directory / f"{name}.index.json"
+    if single.is_file():
+      return (single,), {}
+    if index_file.is_file():
+      return _sharded(directory, index_file)
+  others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.h5") for file in directory.glob(pattern))
+  raise CheckpointError(
+    f"{directory} holds no weights",
+    wanted=" or ".join((*WEIGHTS, *(f"{name}.index.json" for name in WEIGHTS))),
+    got=", ".join(others[:3]) or "neither",
+    remedy="save it with save_pretrained(..., safe_serialization=True)" if others else "fetch the weights",
+  )
+
+
+def _sharded(directory: Path, index_file: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
   index = sources.read_json(index_file).get("weight_map")
   if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
     raise CheckpointError(f"{index_file} has no weight_map", wanted="{tensor: file}", remedy="fetch it again")
   files = tuple(directory / name for name in sorted(set(index.values())))
-  missing = [file.name for file in files if file.parent != directory or not file.is_file()]
+  missing = [f.name for f in files if f.parent != directory or f.suffix not in _READERS or not f.is_file()]
   if missing:
     raise CheckpointError(
       f"{directory}: {len(missing)} of {len(files)} weight files are missing",
@@ -99,6 +107,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
       raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
       raise CheckpointError(f"{file} has a damaged header", got=error, remedy=_REMEDY) from error
+
+
+_READERS = {".safetensors": read_header, ".bin": read_torch}
 
 
 def _tensor(file: Path, start: int, size: int, name: str, entry: dict) -> Tensor:

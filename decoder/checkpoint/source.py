@@ -127,6 +127,7 @@ def check(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Source:
   shapes: by parameter path. A head that a tied model does not use is dropped; anything else too many is refused,
   because a checkpoint with tensors we do not know is a model that we would run wrongly.
   """
+  source = source._replace(tensors={**_implied(source, shapes), **source.tensors})
   missing = [path for path in shapes if path not in source.tensors]
   if missing == ["head/weight"]:
     raise CheckpointError(
@@ -172,6 +173,17 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     raise CheckpointError(
       "config.json cannot describe a model", got=f"{type(error).__name__} {error}", remedy="fetch it again"
     ) from error
+
+
+def _implied(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+  """Tensors that a checkpoint may leave out: a bias of zeros, and a head that is said to be the embedding, but that
+  the model takes for one of its own, as T5 does since transformers 5."""
+  implied = {}
+  if (bias := "logits_bias/bias") in shapes:
+    implied[bias] = Tensor(tuple(shapes[bias]), np.dtype(np.float32), lambda: np.zeros(shapes[bias], np.float32))
+  if source.config.get("tie_word_embeddings") and "head/weight" in shapes and "embed/weight" in source.tensors:
+    implied["head/weight"] = source.tensors["embed/weight"]
+  return implied
 
 
 def _some(names: list[str]) -> str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from decoder.cache import Cache
 from decoder.ops.attention import Query
 from decoder.ops.linear import linear, linears, look_up, swiglu
-from decoder.ops.norm import Normed
+from decoder.ops.norm import Normed, layer_norm
 from decoder.ops.rope import Rope, rotate
 from decoder.types import Array
 
@@ -68,10 +68,21 @@ class RMSNorm(nn.Module):
     return Normed(x, self.param("weight", nn.initializers.ones, (x.shape[-1],)), self.epsilon)
 
 
+class LayerNorm(nn.Module):
+  epsilon: float
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    size = (x.shape[-1],)
+    weight_D, bias_D = self.param("weight", nn.initializers.ones, size), self.param("bias", nn.initializers.zeros, size)
+    return layer_norm(x, weight_D, bias_D, self.epsilon)
+
+
 class Attention(nn.Module):
   """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) over one layer's cache entry.
 
-  rope: None for models without rotary positions. qkv_bias, out_bias: which projections carry a bias.
+  rope: None for models without rotary positions. qkv_bias, out_bias: which projections carry a bias. scale: of scores,
+  None for head_dim**-0.5.
   """
 
   index: int
@@ -82,12 +93,15 @@ class Attention(nn.Module):
   window: int | None = None
   qkv_bias: bool = False
   out_bias: bool = False
+  scale: float | None = None
 
   @nn.compact
   def __call__(
-    self, x_BTD: Array | Normed, positions_BT: Array, cache: Cache, residual: Array | None = None
-  ) -> tuple[Array, Cache]:
-    """What the tokens take from each other [B, T, D], added to `residual`, and the cache that holds them."""
+    self, x_BTD: Array | Normed, positions_BT: Array, cache: Cache, residual: Array | None = None,
+    bias: Callable | None = None,
+  ) -> tuple[Array, Cache]:  # fmt: skip
+    """What the tokens take from each other [B, T, D], added to `residual`, and the cache that holds them. bias: of
+    scores, as in `Query`."""
     batch, tokens, width = x_BTD.shape
     counts = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
     parts = [Linear(n * self.head_dim, width, self.qkv_bias, name=name)() for name, n in counts.items()]
@@ -99,7 +113,8 @@ class Attention(nn.Module):
         return rotate(x, positions, self.rope, cache.extent_B)
 
     entry = cache.layer(self.index).append(positions_BT, k_BTKH, v_BTKH, turn)
-    query = Query(q_BTNH, positions_BT, self.head_dim**-0.5, window=self.window, rotate=turn)
+    scale = self.head_dim**-0.5 if self.scale is None else self.scale
+    query = Query(q_BTNH, positions_BT, scale, window=self.window, rotate=turn, bias=bias)
     with jax.named_scope("attend"):
       seen_BTNH, entry = entry.attend(query)
     out = Linear(width, self.heads * self.head_dim, self.out_bias, name="o")()
@@ -123,6 +138,22 @@ class GatedMLP(nn.Module):
       return linear(swiglu(x, gate[0], up[0]), *down, residual)
     gated, raised = linears(x, (gate, up))
     return linear(activation(gated) * raised, *down, residual)
+
+
+class MLP(nn.Module):
+  """down(act(up(x)))."""
+
+  hidden: int
+  activation: str = "relu"
+  bias: bool = True
+
+  @nn.compact
+  def __call__(self, x: Array | Normed, residual: Array | None = None) -> Array:
+    width = x.shape[-1]
+    up = Linear(self.hidden, width, self.bias, name="up")()
+    down = Linear(width, self.hidden, self.bias, name="down")()
+    (raised,) = linears(x, (up,))
+    return linear(ACTIVATIONS[self.activation](raised), *down, residual)
 
 
 def take_rows(table_VD: Array, tokens_BT: Array, dtype: jnp.dtype) -> Array:

@@ -39,6 +39,12 @@ class LlamaConfig:
   tie_word_embeddings: bool = False
   windows: tuple[int | None, ...] = ()  # by layer
 
+  def __post_init__(self) -> None:
+    self.rope()  # an unknown rope type is refused here, not in the middle of a trace
+
+  def rope(self) -> Rope:
+    return rope(self.rope_parameters, self.head_dim, self.max_position_embeddings)
+
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
     """From a config.json. Raises ValueError naming a missing or impossible field."""
@@ -79,7 +85,7 @@ class Llama(nn.Module):
   def setup(self) -> None:
     c = self.config
     self.embed = blocks.Embedding(c.vocab_size, c.hidden_size)
-    self.layers = [Layer(c, i, self._rope(), name=f"layers_{i}") for i in range(c.num_hidden_layers)]
+    self.layers = [Layer(c, i, c.rope(), name=f"layers_{i}") for i in range(c.num_hidden_layers)]
     self.norm = blocks.RMSNorm(c.rms_norm_eps)
     self.head_table = self.embed
     if not c.tie_word_embeddings:
@@ -108,10 +114,6 @@ class Llama(nn.Module):
       c.rope_parameters["rope_type"] == "dynamic" and "original_max_position_embeddings" not in c.rope_parameters
     )
     return int(c.max_position_embeddings * (c.rope_parameters["factor"] if stretched else 1))
-
-  def _rope(self) -> Rope:
-    c = self.config
-    return rope(c.rope_parameters, c.head_dim, c.max_position_embeddings)
 
 
 class Layer(nn.Module):

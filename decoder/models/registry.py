@@ -1,6 +1,6 @@
 """From a config.json to a network: one line an architecture."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -8,33 +8,46 @@ import jax
 import jax.numpy as jnp
 
 from decoder.cache import LayerSpec, allocate
+from decoder.models import bart, t5
 from decoder.models.llama import Llama, LlamaConfig
+from decoder.models.seq2seq import Seq2Seq
 from decoder.types import Array, Model
 
 ARCHITECTURES = {
   "llama": (LlamaConfig.from_dict, Llama),
   "mistral": (LlamaConfig.from_dict, Llama),
   "qwen2": (LlamaConfig.from_dict, Llama),
+  "t5": (t5.recipe, Seq2Seq),
+  "mt5": (t5.recipe, Seq2Seq),
+  "bart": (bart.bart, Seq2Seq),
+  "marian": (bart.marian, Seq2Seq),
+  "m2m_100": (bart.m2m_100, Seq2Seq),
 }
 
 
 class Network(NamedTuple):
   """A built model: `model` is what strategies take, `cache_spec` what `cache.allocate` takes, `context` the longest
-  sequence it was made for, in tokens; `dtype` the type it computes in."""
+  sequence it was made for, in tokens; `dtype` the type it computes in. encode: of an encoder–decoder, (params,
+  tokens_BS, positions_BS, cache) -> cache, which writes what the model looks at while it decodes; else None."""
 
   model: Model
   cache_spec: tuple[LayerSpec, ...]
   vocab_size: int
   context: int
   dtype: Any
+  encode: Callable | None = None
 
 
 def build(config: Mapping[str, Any], dtype: Any = jnp.float32) -> Network:
   """The network that a config.json describes. Raises ValueError for an unknown `model_type` or rope type."""
   module = _module(config, dtype)
-  module._rope()  # an unknown rope type is refused here, not in the middle of a trace
-  spec = module.cache_spec()
-  return Network(as_model(module), spec, module.config.vocab_size, module.context(), dtype)
+  shapes = (as_model(module), module.cache_spec(), module.config.vocab_size, module.context(), dtype)
+  return Network(*shapes, _encode(module) if isinstance(module, Seq2Seq) else None)
+
+
+def has_encoder(config: Mapping[str, Any]) -> bool:
+  """Whether a config.json describes an encoder–decoder."""
+  return ARCHITECTURES.get(config.get("model_type"), (None, None))[1] is Seq2Seq
 
 
 def as_model(module: nn.Module) -> Model:
@@ -49,6 +62,13 @@ def as_model(module: nn.Module) -> Model:
   return Model(forward, head)
 
 
+def _encode(module: nn.Module) -> Callable:
+  def encode(params: Any, tokens_BS: Array, positions_BS: Array, cache: Any) -> Any:
+    return module.apply({"params": params}, tokens_BS, positions_BS, cache, method=type(module).encode)
+
+  return encode
+
+
 def parameter_shapes(config: Mapping[str, Any], dtype: Any = jnp.float32) -> dict[str, Any]:
   """The nested dict of parameters that the network expects, as jax.ShapeDtypeStruct."""
   return jax.eval_shape(lambda key: initialise(_module(config, dtype), key), jax.random.key(0))
@@ -58,6 +78,7 @@ def initialise(module: nn.Module, key: Array) -> dict[str, Any]:
   """Fresh random parameters of a module, for tests, shapes and training."""
 
   def touch(module: nn.Module, tokens: Array, cache: Any) -> Array:
+    cache = module.encode(tokens, tokens, cache) if isinstance(module, Seq2Seq) else cache
     features, _ = module(tokens, tokens, cache)
     return module.head(features[:, 0])
 

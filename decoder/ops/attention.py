@@ -23,6 +23,7 @@ class Query(NamedTuple):
   scale: factor on the scores. window: a query at t sees t − window + 1 … t; None: everything before it.
   softcap: scores become softcap · tanh(score / softcap), or None (Gemma 2, arXiv:2408.00118).
   rotate: (x_BTNH, positions_BT) -> x_BTNH, the rotary embedding; None for models without one.
+  bias: (positions_BT, kv_positions as for `visible`) -> what is added to the scores [B, N, T, S], or None.
   """
 
   q_BTNH: Array
@@ -31,6 +32,7 @@ class Query(NamedTuple):
   window: int | None = None
   softcap: float | None = None
   rotate: Callable | None = None
+  bias: Callable | None = None
 
 
 class Partial(NamedTuple):
@@ -69,12 +71,18 @@ def empty(q_BKQH: Array) -> Partial:
   )
 
 
-def absorb(partial: Partial, q_BKQH: Array, query: Query, k_BKSH: Array, v_BKSH: Array, seen_BTS: Array) -> Partial:
-  """Folds one block of keys and values into the running softmax. q_BKQH: folded and rotated queries."""
+def absorb(
+  partial: Partial, q_BKQH: Array, query: Query, k_BKSH: Array, v_BKSH: Array, seen_BTS: Array,
+  bias_BNTS: Array | None = None,
+) -> Partial:  # fmt: skip
+  """Folds one block of keys and values into the running softmax. q_BKQH: folded and rotated queries. bias_BNTS: what
+  `query.bias` says of these keys."""
   # f32: scores of a long context differ by less than bf16 resolves
   scores = jnp.einsum("bkqh,bksh->bkqs", q_BKQH, k_BKSH, preferred_element_type=jnp.float32) * query.scale
   if query.softcap is not None:
     scores = query.softcap * jnp.tanh(scores / query.softcap)
+  if bias_BNTS is not None:
+    scores = scores + fold_heads(bias_BNTS.swapaxes(1, 2), k_BKSH.shape[1])
   group = q_BKQH.shape[2] // seen_BTS.shape[1]
   seen_B1QS = jnp.repeat(seen_BTS, group, axis=1)[:, None]
   scores = jnp.where(seen_B1QS, scores, _HIDDEN)
@@ -114,7 +122,21 @@ def attend(query: Query, kv_heads: int, read: Callable, first: Array, last: Arra
 
   def body(index: Array, running: Partial) -> Partial:
     k, v, kv_positions = read(index)
-    return absorb(running, q_BKQH, query, k, v, visible(query.positions_BT, kv_positions, query.window))
+    seen_BTS = visible(query.positions_BT, kv_positions, query.window)
+    bias_BNTS = None if query.bias is None else query.bias(query.positions_BT, kv_positions)
+    return absorb(running, q_BKQH, query, k, v, seen_BTS, bias_BNTS)
 
   done = lax.fori_loop(first, last, body, empty(q_BKQH) if partial is None else partial)
+  return unfold_heads(finish(done), query.q_BTNH.shape[1]).astype(query.q_BTNH.dtype)
+
+
+def attend_both_ways(query: Query, k_BTKH: Array, v_BTKH: Array) -> Array:
+  """Attention of a block of tokens among themselves, each to all, as encoders have it: [B, T, N, H]. Tokens at NONE see
+  nothing and are not seen. Scores of all pairs exist at once: B · N · T² floats."""
+  q_BKQH = fold_heads(query.q_BTNH, k_BTKH.shape[2])
+  there_BT = query.positions_BT >= 0
+  seen_BTS = there_BT[:, :, None] & there_BT[:, None, :]
+  bias_BNTS = None if query.bias is None else query.bias(query.positions_BT, query.positions_BT)
+  k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+  done = absorb(empty(q_BKQH), q_BKQH, query, k_BKSH, v_BKSH, seen_BTS, bias_BNTS)
   return unfold_heads(finish(done), query.q_BTNH.shape[1]).astype(query.q_BTNH.dtype)

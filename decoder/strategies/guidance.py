@@ -53,6 +53,10 @@ class GuidedCache:
   def codec(self) -> Codec:
     return self.cache.codec
 
+  @property
+  def form(self) -> tuple:
+    return self.cache.form
+
   def truncate(self, length_B: Array) -> "GuidedCache":
     """Forgets positions ≥ length and what was written there after the negative prompt, but nothing of that prompt."""
     second_B = jnp.maximum(length_B, self.prompt_B) - self.shift_B

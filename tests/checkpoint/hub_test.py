@@ -184,6 +184,22 @@ def test_huggingface_names_are_fetched_with_what_is_read_only(tiny, tmp_path, mo
     resolve("hf:model")
 
 
+def test_huggingface_names_without_safetensors_are_fetched_again_with_files_of_pytorch(tmp_path, monkeypatch):
+  import huggingface_hub
+
+  asked = []
+
+  def snapshot_download(repository, allow_patterns, **arguments):
+    asked.append(any(pattern.endswith(".bin") for pattern in allow_patterns))
+    if asked[-1]:
+      (tmp_path / "pytorch_model.bin").touch()
+    return str(tmp_path)
+
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+  assert resolve("hf:org/model") == tmp_path
+  assert asked == [False, True]
+
+
 def test_huggingface_without_a_network(tmp_path, monkeypatch):
   import huggingface_hub
 

@@ -17,7 +17,7 @@ _HELD = (*_TYPES, jnp.uint16)  # of keys and values: uint16 are the bits of bflo
 
 def fits(query: attention.Query, k_BKSH: Array | None, v_BKSH: Array | None) -> bool:
   """Whether `decode_attend` is made for these shapes and types, and its kernel could be built."""
-  if k_BKSH is None or v_BKSH is None:
+  if k_BKSH is None or v_BKSH is None or query.bias is not None:
     return False
   tokens, head_dim = query.q_BTNH.shape[1], query.q_BTNH.shape[3]
   known = query.q_BTNH.dtype in _TYPES and k_BKSH.dtype in _HELD and k_BKSH.dtype == v_BKSH.dtype

@@ -66,6 +66,8 @@ GOOD = {
   "add_bos": (None, True, False),
   "truncate": (None, "left", "middle"),
   "capacity": (16,),
+  "src": (None,),
+  "tgt": (None,),
   "logprobs": (None,),
   "logprobs_mode": ("raw", "processed"),
   "prompt_logprobs": (False,),

@@ -197,18 +197,19 @@ class Cache:
 
 def allocate(
   spec: Sequence[LayerSpec], batch: int, capacity: int, *, layout: type = Contiguous, codec: Codec | None = None,
-  source: int = 1,
+  source: int = 1, encoded: type = Encoded,
 ) -> Cache:  # fmt: skip
   """An empty cache of `batch` rows for `capacity` tokens each, and for `source` tokens that an encoder reads, if the
   model has one.
 
-  spec: one LayerSpec a layer, from the model's `cache_spec()`. layout: a class with `allocate(batch, capacity)`.
+  spec: one LayerSpec a layer, from the model's `cache_spec()`. layout: a class with `allocate(batch, capacity)`;
+  encoded: likewise, of what an encoder reads.
   Takes batch × capacity × Σ kv_heads × head_dim × 2 × (bytes of the codec) bytes. ValueError for sizes below 1.
   """
   codec = Raw() if codec is None else codec
   groups = dict.fromkeys(s.group for s in spec)
   layouts = {
-    group: Encoded.allocate(batch, source) if group == CROSS else layout.allocate(batch, capacity) for group in groups
+    group: encoded.allocate(batch, source) if group == CROSS else layout.allocate(batch, capacity) for group in groups
   }
   layers = tuple({name: codec.init(layouts[s.group], s.kv_heads, s.head_dim) for name in ("k", "v")} for s in spec)
   return Cache(layouts, layers, jnp.full((batch,), capacity, jnp.int32), tuple(spec), codec)

@@ -1,6 +1,6 @@
 """Checkpoints: found by name, read from GGUF, safetensors or Orbax, converted without holding them in memory."""
 
-from decoder.checkpoint.conversion import convert
+from decoder.checkpoint.conversion import convert, save
 from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.hub import DEFAULT, registered, resolve
 from decoder.checkpoint.loading import Checkpoint, load, open_source
@@ -15,5 +15,6 @@ __all__ = [
   "open_source",
   "registered",
   "resolve",
+  "save",
   "verify",
 ]

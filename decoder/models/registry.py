@@ -74,6 +74,11 @@ def parameter_shapes(config: Mapping[str, Any], dtype: Any = jnp.float32) -> dic
   return jax.eval_shape(lambda key: initialise(_module(config, dtype), key), jax.random.key(0))
 
 
+def fresh(config: Mapping[str, Any], key: Array) -> dict[str, Any]:
+  """Random float32 parameters of the network that a config.json describes, to be trained."""
+  return initialise(_module(config, jnp.float32), key)
+
+
 def initialise(module: nn.Module, key: Array) -> dict[str, Any]:
   """Fresh random parameters of a module, for tests, shapes and training."""
 

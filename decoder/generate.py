@@ -115,14 +115,7 @@ class LM:
     or prompts that make no sense, before any compute.
     """
     many = is_batch(prompt)
-    groups = self._requests(list(prompt) if many else [prompt], settings, changes)
-    if not groups:
-      return []
-    decoding = self.start([request for group in groups for request in group], cancel=cancel)
-    while not decoding.done:
-      decoding.advance(LOOP, ahead=True)
-    drawn = iter(zip(decoding.results(self.load_s), decoding.reports))
-    grouped = [_best([next(drawn) for _ in group]) for group in groups]
+    grouped = self.answer(self.requests(list(prompt) if many else [prompt], settings, **changes), cancel=cancel)
     answers = [group if group[0].settings.n > 1 else group[0] for group in grouped]
     return answers if many else answers[0]
 
@@ -163,7 +156,7 @@ class LM:
 
   def request(self, prompt: Any, settings: Settings | None = None, **changes: Any) -> Request:
     """One prompt with settings, checked against this model. ValueError for n > 1."""
-    (group,) = self._requests([prompt], settings, changes)
+    (group,) = self.requests([prompt], settings, **changes)
     if group[0].settings.searches:
       raise ValueError(
         "a stream shows text as it is written, and a search knows its text only at the end, since hypotheses overtake "
@@ -172,6 +165,25 @@ class LM:
     if len(group) > 1:
       raise ValueError(f"a stream writes one text, got n or best_of of {len(group)}; use generate()")
     return group[0]
+
+  def requests(
+    self, prompts: Sequence[Any], settings: Settings | Sequence[Settings] | None = None, /, **changes: Any
+  ) -> list[list[Request]]:
+    """For each prompt its n requests, checked as `generate` does."""
+    each = settings if isinstance(settings, list | tuple) else [settings] * len(prompts)
+    if len(each) != len(prompts):
+      raise ValueError(f"got {len(each)} settings for {len(prompts)} prompts; give one for all or one each")
+    return [self._group(prompt, gather_settings(chosen, changes)) for prompt, chosen in zip(prompts, each)]
+
+  def answer(self, groups: Sequence[Sequence[Request]], *, cancel: threading.Event | None = None) -> list[list[Result]]:
+    """For the requests of each prompt its results, decoded together."""
+    if not groups:
+      return []
+    decoding = self.start([request for group in groups for request in group], cancel=cancel)
+    while not decoding.done:
+      decoding.advance(LOOP, ahead=True)
+    drawn = iter(zip(decoding.results(self.load_s), decoding.reports))
+    return [_best([next(drawn) for _ in group]) for group in groups]
 
   def start(
     self,
@@ -217,13 +229,6 @@ class LM:
     if self.tokenizer is None:
       raise ValueError(f"{self.name} came without a tokenizer; pass token ids, or add tokenizer.json to the checkpoint")
     return self.tokenizer
-
-  def _requests(self, prompts: list, settings: Any, changes: dict[str, Any]) -> list[list[Request]]:
-    """For each prompt its n requests."""
-    each = settings if isinstance(settings, list | tuple) else [settings] * len(prompts)
-    if len(each) != len(prompts):
-      raise ValueError(f"got {len(each)} settings for {len(prompts)} prompts; give one for all or one each")
-    return [self._group(prompt, gather_settings(chosen, changes)) for prompt, chosen in zip(prompts, each)]
 
   def _group(self, prompt: Any, settings: Settings) -> list[Request]:
     if settings.stop or settings.stop_at_dedent:

@@ -42,6 +42,11 @@ class Translator(LM):
     texts = (self.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in range(self.tokenizer.vocab_size))
     return Languages.among(texts)
 
+  def length(self, text: str, settings: Settings) -> int:
+    """Tokens that the encoder reads of a text, those of languages and its end among them; 0 if it has none itself.
+    ValueError for a language that is unknown."""
+    return len(self._source(text, settings)) if self._has_tokens(text) else 0
+
   def score(self, prompt: Any, continuation: Any, *, logprobs: int = 0) -> Any:
     raise ValueError(f"score() is not offered for an encoder–decoder such as {self.name}; ask generate() for logprobs")
 
@@ -64,9 +69,12 @@ class Translator(LM):
       if settings.src is not None:
         raise ValueError("src names the language of a text; token ids must begin with its token themselves")
       return self.encode(prompt, settings.add_bos)
-    if not self._text().encode(prompt, add_bos=False, add_eos=False):
+    if not self._has_tokens(prompt):
       raise ValueError("the text is empty; there is nothing to read")
     return (*self._language(settings), *self.encode(prompt, settings.add_bos))
+
+  def _has_tokens(self, text: str) -> bool:
+    return bool(self._text().encode(text, add_bos=False, add_eos=False))
 
   def _language(self, settings: Settings) -> tuple[int, ...]:
     """What comes before a text."""

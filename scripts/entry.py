@@ -53,10 +53,11 @@ def _fail(error: Any) -> None:
   sys.exit(2)
 
 
-def define_model_flags() -> None:
+def define_model_flags(model: str | None = "smollm2-135m-instruct") -> None:
+  """model: the default; None where one must be named."""
   flags.DEFINE_string(
     "model",
-    "smollm2-135m-instruct",
+    model,
     "A registered name, a path (GGUF file, Hugging Face or Orbax directory), or hf:org/name.",
   )
   flags.DEFINE_enum(

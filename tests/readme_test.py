@@ -39,7 +39,7 @@ def test_python_runs_as_printed(monkeypatch, capsys, tmp_path):
 )
 def test_commands_name_scripts_and_flags_that_exist(line):
   script = re.search(r"scripts/(\w+\.py)", line).group(0)
-  files = (script, "scripts/entry.py", "scripts/config.py", "scripts/report.py")
+  files = (script, "scripts/entry.py", "scripts/config.py", "scripts/report.py", "scripts/lines.py")
   source = "".join((ROOT / file).read_text() for file in files)
   for flag in re.findall(r"--(\w+)", line):
     assert f'"{flag}"' in source, f"{script} has no --{flag}"

@@ -7,8 +7,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
 from decoder.checkpoint import Checkpoint
+from decoder.checkpoint.mapping import flatten
 from decoder.models import registry
 from decoder.translator import Translator
 
@@ -62,6 +64,36 @@ def translator(name="marian", tokenizer=None, generation="{}"):
   _, params = tiny(name)
   checkpoint = Checkpoint("tiny", CONFIGS[name], json.loads(generation), tokenizer, params, Path())
   return Translator(checkpoint, jnp.dtype("float32"))
+
+
+_THEIRS = {
+  "attention": "self_attn", "cross": "encoder_attn", "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj",
+  "up": "fc1", "down": "fc2", "attention_norm": "self_attn_layer_norm", "cross_norm": "encoder_attn_layer_norm",
+  "mlp_norm": "final_layer_norm", "mlp": None, "layers_0": "layers.0", "layers_1": "layers.1",
+}  # fmt: skip
+_WHOLE = {
+  "embed.weight": "model.shared.weight",
+  "head.weight": "lm_head.weight",
+  "logits_bias.bias": "final_logits_bias",
+}
+
+
+def marian_directory(directory: Path, files: dict[str, bytes]) -> Path:
+  """A tiny random Marian as published, with these tokenizer files."""
+  vocabulary = json.loads(files["vocab.json"])
+  ends = {"eos_token_id": vocabulary["</s>"], "pad_token_id": vocabulary["<pad>"]}
+  config = {**CONFIGS["marian"], **ends, "decoder_start_token_id": vocabulary["<pad>"], "vocab_size": len(vocabulary)}
+  rng, weights = np.random.default_rng(5), {}
+  for path, leaf in flatten(registry.parameter_shapes(config)).items():
+    parts = [_THEIRS.get(part, part) for part in path.split("/")]
+    name = ".".join(part for part in parts if part)
+    drawn = rng.normal(size=leaf.shape).astype(np.float32) * 0.4
+    norm = leaf.ndim == 1 and name.endswith("weight")
+    weights[_WHOLE.get(name, f"model.{name}")] = 1 + drawn if norm else drawn
+  save_file(weights, directory / "model.safetensors")
+  for name, data in {**files, "config.json": json.dumps(config).encode()}.items():
+    (directory / name).write_bytes(data)
+  return directory
 
 
 def padded(rows, width=16):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decoder.checkpoint.errors import CheckpointError
-from decoder.text.config import TOKENIZER_FILES
+from decoder.text.config import TOKENIZER_FILES, VOCABULARIES
 
 
 class Tensor(NamedTuple):
@@ -96,7 +96,7 @@ def directory_tokenizer(directory: Path) -> Any:
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
   """The tokenizer's files of a directory, as they are; {} if none of them holds a vocabulary."""
   names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
-  if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(names):
+  if not set(VOCABULARIES) & set(names):
     return {}
   return {name: (directory / name).read_bytes() for name in names}
 

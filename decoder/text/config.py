@@ -30,9 +30,16 @@ TURN_ENDS = (
   "<end_of_utterance>",
 )
 
+# Files that hold a vocabulary; where several lie side by side, tokenizer.json is read.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "source.spm", "sentencepiece.bpe.model")
+
+PIECES = ("tokenizer.model", "spiece.model")  # SentencePiece models whose numbers are the tokens'
+
 TOKENIZER_FILES = (
-  "tokenizer.json",
-  "tokenizer.model",
+  *VOCABULARIES,
+  "vocab.json",
+  "target.spm",
+  "target_vocab.json",
   "tokenizer_config.json",
   "special_tokens_map.json",
   "added_tokens.json",
@@ -48,13 +55,15 @@ class AddedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-  """`named_tokens`: name such as "bos_token" to text. `add_bos`, `add_eos`: None where the files do not say."""
+  """`named_tokens`: name such as "bos_token" to text. `add_bos`, `add_eos`: None where the files do not say. `added`:
+  tokens by id; `listed`: further special tokens in their order, with or without an id there."""
 
   named_tokens: dict[str, str] = field(default_factory=dict)
   end_tokens: tuple[str, ...] = ()
   add_bos: bool | None = None
   add_eos: bool | None = None
   added: dict[int, AddedToken] = field(default_factory=dict)
+  listed: tuple[str, ...] = ()
   chat_template: str | None = None
 
 
@@ -69,12 +78,14 @@ def read_config(files: Mapping[str, bytes]) -> TokenizerConfig:
     text = _token_text(config.get(name)) or _token_text(special_map.get(name))
     if text:
       named[name] = text
+  listed = _listed_tokens(special_map) or _listed_tokens(config)
   return TokenizerConfig(
     named_tokens={name: text for name, text in named.items() if name in NAMED_TOKENS},
     end_tokens=tuple(dict.fromkeys(named[name] for name in END_TOKENS if name in named)),
     add_bos=_optional_bool(config.get("add_bos_token")),
     add_eos=_optional_bool(config.get("add_eos_token")),
-    added=_added_tokens(config, read_json(files, "added_tokens.json"), special_map),
+    added=_added_tokens(config, read_json(files, "added_tokens.json"), listed),
+    listed=listed,
     chat_template=_chat_template(files, config),
   )
 
@@ -92,9 +103,14 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
   return value
 
 
-def _added_tokens(config, added_map, special_map) -> dict[int, AddedToken]:
-  specials = {_token_text(token) for token in special_map.get("additional_special_tokens") or ()}
-  added = {_token_id(index): AddedToken(text, text in specials) for text, index in added_map.items()}
+def _listed_tokens(source: Mapping[str, Any]) -> tuple[str, ...]:
+  tokens = source.get("additional_special_tokens") or source.get("extra_special_tokens") or ()
+  texts = map(_token_text, tokens.values() if isinstance(tokens, Mapping) else tokens)
+  return tuple(dict.fromkeys(text for text in texts if text))
+
+
+def _added_tokens(config, added_map, listed) -> dict[int, AddedToken]:
+  added = {_token_id(index): AddedToken(text, text in listed) for text, index in added_map.items()}
   for index, token in dict(config.get("added_tokens_decoder") or {}).items():
     if _token_text(token):
       added[_token_id(index)] = AddedToken(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from decoder.text.config import read_config
 from decoder.text.detokenizer import Detokenizer, WindowDetokenizer
+from decoder.text.languages import is_code
 from decoder.text.tokenizer import Tokenizer
 
 _SPACE = "▁"
@@ -94,7 +95,7 @@ class FastTokenizer(Tokenizer):
     full = self._backend.encode("a", add_special_tokens=True).ids
     start = next((i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain), 0)
     before, after = full[:start], full[start + len(plain) :]
-    if self.bos_id is None and len(before) == 1:
+    if self.bos_id is None and len(before) == 1 and not is_code(self._backend.id_to_token(before[0]) or ""):
       self.bos_id = before[0]
     config = self._config
     add_bos = self.bos_id is not None and before[:1] == [self.bos_id] if config.add_bos is None else config.add_bos

@@ -13,6 +13,14 @@ from typing import NamedTuple
 _CODE = re.compile(r"__([a-z_]+)__|([a-z]{3}_[A-Z][a-z]{3})")  # __en__, eng_Latn
 _MARK = re.compile(r">>(\w+)<<")
 
+# Of M2M-100 (arXiv:2010.11125) and of the WMT21 models made of it, in the order of their tokens.
+_M2M_100 = (
+  "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu ha he hi hr ht hu hy id "
+  "ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr ms my ne nl no ns oc or pa pl ps pt ro ru sd si "
+  "sk sl so sq sr ss su sv sw ta th tl tn tr uk ur uz vi wo xh yi yo zh zu"
+)
+_WMT21 = "en ha is ja cs ru zh de"
+
 
 class Languages(NamedTuple):
   """codes: token of each language that is named on both sides; marks: of each target that is named before the source.
@@ -39,6 +47,22 @@ class Languages(NamedTuple):
   def mark(self, setting: str, name: str) -> int:
     """The token that asks for a language, likewise."""
     return _known(setting, name, self.marks)
+
+
+def is_code(token: str) -> bool:
+  """Whether a token of a vocabulary stands for a language that a text is in."""
+  return _CODE.fullmatch(token) is not None
+
+
+def tokens_of_m2m_100(language_codes: str) -> tuple[str, ...]:
+  """What comes after the vocabulary, where no file lists it; language_codes: of tokenizer_config.json."""
+  known = {"m2m100": _M2M_100, "wmt21": _WMT21}
+  if language_codes not in known:
+    raise ValueError(
+      f"tokenizer_config.json: language_codes must be one of {', '.join(known)}, got {language_codes!r}; list the "
+      "language tokens as additional_special_tokens in special_tokens_map.json"
+    )
+  return tuple(f"__{code}__" for code in known[language_codes].split())
 
 
 def _known(setting: str, name: str, known: Mapping[str, int]) -> int:

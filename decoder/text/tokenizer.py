@@ -1,8 +1,9 @@
 """How does text become token ids, and ids text, for the tokenizer a checkpoint brings along?
 
-One class, `Tokenizer`, over two libraries: `tokenizers` for a tokenizer.json and `sentencepiece` for a tokenizer.model.
-A GGUF file's vocabulary is first rewritten as those files (`vocabulary.py`), so there is one way to read each kind, and
-what was read can be written. The rules for BOS, EOS and special tokens are here; incremental text is `detokenizer.py`.
+One class, `Tokenizer`, over two libraries: `tokenizers` for a tokenizer.json and `sentencepiece` for its models, whose
+pieces are tokens (`pieces.py`) or are numbered by a vocabulary beside them (`mapped.py`). A GGUF file's vocabulary is
+first rewritten as those files (`vocabulary.py`), so there is one way to read each kind, and what was read can be
+written. The rules for BOS, EOS and special tokens are here; incremental text is `detokenizer.py`.
 """
 
 import unicodedata
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from decoder.text.chat import ChatTemplate
-from decoder.text.config import TOKENIZER_FILES, TURN_ENDS, TokenizerConfig
+from decoder.text.config import PIECES, TOKENIZER_FILES, TURN_ENDS, VOCABULARIES, TokenizerConfig
 from decoder.text.detokenizer import ByteDetokenizer, DecodeRule, Detokenizer
 
 
@@ -182,17 +183,13 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-  """Reads the tokenizer of a checkpoint directory: its tokenizer.json, else its tokenizer.model (SentencePiece)."""
+  """Reads the tokenizer of a checkpoint directory: its tokenizer.json, else its SentencePiece model, see
+  `tokenizer_from_files`. ValueError naming the file that is missing, damaged or contradicts another."""
   directory = Path(directory)
   if not directory.is_dir():
     raise ValueError(f"tokenizer: no directory {str(directory)!r}; pass the directory of a checkpoint")
   names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
-  if not {"tokenizer.json", "tokenizer.model"} & set(names):
-    raise ValueError(
-      f"tokenizer: wanted tokenizer.json or tokenizer.model in {str(directory)!r}, found "
-      f"{', '.join(names) or 'neither'}; download one of them with the weights"
-    )
-  return tokenizer_from_files({name: (directory / name).read_bytes() for name in names})
+  return tokenizer_from_files({name: (directory / name).read_bytes() for name in names}, f" in {str(directory)!r}")
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -202,17 +199,31 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
   return tokenizer_from_files(files_from_gguf(metadata))
 
 
-def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
-  """The tokenizer of file contents by name, as `Tokenizer.files` gives them."""
-  if "tokenizer.json" in files:
+def tokenizer_from_files(files: Mapping[str, bytes], where: str = "") -> Tokenizer:
+  """The tokenizer of file contents by name, as `Tokenizer.files` gives them. where: told in errors."""
+  names = [name for name in VOCABULARIES if name in files]
+  if not names:
+    alone = "; the vocab.json there is only read beside one of these" if "vocab.json" in files else ""
+    raise ValueError(
+      f"tokenizer: wanted {', '.join(VOCABULARIES[:-1])} or {VOCABULARIES[-1]}{where}, found "
+      f"{', '.join(files) or 'none of them'}{alone}; download it with the weights"
+    )
+  if names[0] == "tokenizer.json":
     from decoder.text.fast import FastTokenizer
 
     return FastTokenizer(files)
-  if "tokenizer.model" in files:
+  if len(names) > 1:
+    raise ValueError(
+      f"tokenizer: {' and '.join(names)}{where} are vocabularies of different models; leave the one that belongs to "
+      "the weights"
+    )
+  if names[0] in PIECES:
     from decoder.text.pieces import PieceTokenizer
 
     return PieceTokenizer(files)
-  raise ValueError(f"tokenizer: wanted tokenizer.json or tokenizer.model, got {sorted(files)}; add one of them")
+  from decoder.text.mapped import MappedTokenizer
+
+  return MappedTokenizer(files)
 
 
 def _bare(text: str) -> str:

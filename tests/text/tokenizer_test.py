@@ -176,7 +176,7 @@ def test_no_template_is_an_error_that_says_so(byte_tok):
 @pytest.mark.parametrize(
   ("files", "match"),
   [
-    ({}, "wanted tokenizer.json or tokenizer.model"),
+    ({}, "wanted tokenizer.json, tokenizer.model, spiece.model, source.spm or sentencepiece.bpe.model"),
     ({"tokenizer_config.json": b"{}"}, "found tokenizer_config.json"),
     ({"tokenizer.json": b"{"}, "tokenizer.json: "),
     ({"tokenizer.json": b"{}"}, "tokenizer.json: "),

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import pytest
 from beams import numbers, rules
 from fixtures import begin, rand_lm
+from sources import tiny
 
+from decoder.cache import CROSS, allocate
 from decoder.sampling import chain, min_new_tokens, repetition
 from decoder.strategies import Plan, autoregressive, beam, run
 
@@ -35,6 +37,24 @@ def test_a_search_updates_the_cache_in_place():
   plan, layer, cache = sizes(lambda p, s: run(strategy, p, s, 31, 31), params, search)
   assert plan.alias_size_in_bytes >= cache
   assert plan.temp_size_in_bytes < layer // 2
+
+
+def test_what_was_read_of_a_source_is_not_copied_for_its_beams():
+  """The cross cache stays one row a text, however many beams look at it."""
+  network, params = tiny("nllb")
+  cache = allocate(network.cache_spec, 1, 64, source=SLOTS)
+  fields = (jnp.ones((1, 64), jnp.int32), *(jnp.full(1, n, jnp.int32) for n in (1, 32)), jnp.full((1, 1), 2, jnp.int32))
+  plan = Plan(BEAMS, chain(), chain())
+  strategy = beam(network.model, plan)
+  search = strategy.init(cache, *fields, jax.random.key_data(jax.random.split(jax.random.key(0), 1)), numbers(plan, 1),
+                         rules(1), 31)  # fmt: skip
+  memory = jax.jit(lambda p, s: run(strategy, p, s, 31, 31), donate_argnums=1).lower(params, search).compile()
+  memory = memory.memory_analysis()
+  read = [
+    x.nbytes for spec, layer in zip(network.cache_spec, cache.layers) if spec.group == CROSS for x in layer.values()
+  ]
+  assert memory.alias_size_in_bytes >= sum(read)
+  assert memory.temp_size_in_bytes < read[0]
 
 
 def test_reordering_rows_of_a_cache_would_copy_it():

@@ -6,19 +6,24 @@ from decoder.strategies.beam import Plan, Search, beam, hypotheses, spread
 from decoder.strategies.beam_rules import Early, Rules
 from decoder.strategies.guidance import GuidedCache, guided, read_negative
 from decoder.strategies.hypotheses import Hypotheses
+from decoder.strategies.lookup import lookup
 from decoder.strategies.loop import run, stream
+from decoder.strategies.speculative import Drafts, Proposer, Speculation, speculation, speculative
 from decoder.strategies.telling import Told, forward_telling
 from decoder.strategies.trie import Forest, forest
 
 __all__ = [
+  "Drafts",
   "Early",
   "Finish",
   "Forest",
   "GuidedCache",
   "Hypotheses",
   "Plan",
+  "Proposer",
   "Rules",
   "Search",
+  "Speculation",
   "State",
   "Told",
   "asking",
@@ -29,10 +34,13 @@ __all__ = [
   "guided",
   "hypotheses",
   "init",
+  "lookup",
   "pending",
   "read_negative",
   "release",
   "run",
+  "speculation",
+  "speculative",
   "spread",
   "stream",
 ]

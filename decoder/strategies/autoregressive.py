@@ -77,7 +77,7 @@ def autoregressive(
       logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
     at_B = jax.vmap(jax.random.fold_in)(state.key_B, state.length_B)
     context_B = Context(state.context_BL, state.length_B, state.prompt_B, state.ends_BE, state.limit_B, at_B)
-    draw_rows = jax.vmap(_draw_row, in_axes=(None, 0, 0, 0, 0))
+    draw_rows = jax.vmap(draw_row, in_axes=(None, 0, 0, 0, 0))
     drawn_B, settings = draw_rows(chain, raw_BV, logits_BV, state.settings, context_B)
     # The first tells of the model, the second of masks and transforms: whether they left anything to draw.
     sound_B = jnp.isfinite(peak_B) & jnp.isfinite(jnp.max(drawn_B.kept_V, axis=-1))
@@ -131,7 +131,7 @@ def release(state: State, rows_B: Array) -> State:
   return state.replace(finish_B=finish_B.astype(jnp.int8), positions_BT=positions_BT)
 
 
-def _draw_row(
+def draw_row(
   chain: LogitTransform, raw_V: Array, logits_V: Array, settings: Any, context: Context
 ) -> tuple[Drawn, Any]:
   """The draw, and the chain's state after it."""

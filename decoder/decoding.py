@@ -47,7 +47,7 @@ class Decoding:
     self.readers = list(readers)
     self.requests = [reader.request for reader in readers]
     self.reports = [Report(reader.request.settings, reader.tokenizer, programs.links) for reader in readers]
-    self._prompts = reading(programs, self.requests)
+    self._prompts, self._speculated = reading(programs, self.requests), programs.speculated
     self._drive, self._held = driver(self._prompts, readers), held
     self._start, compiled_before = time.perf_counter(), compiled_s()
     self._times: list[list[float]] = [[] for _ in readers]  # when each token came, milliseconds from the start
@@ -217,7 +217,7 @@ class Decoding:
     return Result(
       reader.text, request.read_ids, tuple(reader.token_ids), reader.finish_reason or "cancelled",
       reader.stop_reason, truncated, request.seed, request.settings, timings, request.sample,
-      report.logprobs(), report.prompt_logprobs(), report.explanation(),
+      report.logprobs(), report.prompt_logprobs(), report.explanation(), speculated=self._speculated(self.state, row),
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from decoder.score import score
 from decoder.searching import Searching
 from decoder.session import Session
 from decoder.settings import Settings, gather_settings
+from decoder.speculating import SpeculatingPrograms
 from decoder.text.constraints import Constraint, Vocabulary
 from decoder.text.dedent import indentation
 from decoder.text.infill import Infill, infill_ends, infill_ids
@@ -221,7 +222,8 @@ class LM:
     if key not in self._programs:
       vocab = self.tokenizer.vocab_size if self.tokenizer else None
       plain, beams = self.kinds
-      kind = beams if each[0].searches else GuidedPrograms if guided else plain
+      guesses = each[0].speculate != "off"
+      kind = beams if each[0].searches else GuidedPrograms if guided else SpeculatingPrograms if guesses else plain
       self._programs[key] = kind(self.network, self.params, each[0], full, inspect, vocab, self._clock)
     return self._programs[key]
 

@@ -89,6 +89,10 @@ class Programs:
     """The state of the chain for one row with these settings."""
     return settings.chain(self._full).init()
 
+  def speculated(self, state: State, row: int) -> Any:
+    """What guessing ahead came to in a row; None where nothing was guessed ahead."""
+    return None
+
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> Any:
     """A State for the requests in `fields` (numpy, see `_begin`), on a new cache or on `cache`, which is given away."""
     rows = fields["length_B"].shape[0]

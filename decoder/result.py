@@ -69,6 +69,16 @@ class Explanation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Speculated:
+  """What guessing ahead came to: steps after the first token, tokens guessed, and those of them that were kept. A step
+  writes one token more than it keeps."""
+
+  steps: int
+  drafted: int
+  accepted: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
   """One completion.
 
@@ -78,7 +88,7 @@ class Result:
   the context, not max_new_tokens, ended it; 'prompt' where prompt tokens were dropped. seed reproduces the text; sample
   is the number of this one among the prompt's.
 
-  score: of a hypothesis of a search, see Settings; sample is then its place, 0 the best.
+  score: of a hypothesis of a search, see Settings; sample is then its place, 0 the best. speculated: where asked for.
   Only where asked for: logprobs and explanation, for each token drawn: token_ids, then the end token where it is not
   one of them; prompt_logprobs, for each of prompt_ids: None for the first, which nothing precedes, and where the logits
   were not finite.
@@ -98,6 +108,7 @@ class Result:
   prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
   explanation: tuple[Explanation, ...] | None = None
   score: float | None = None
+  speculated: Speculated | None = None
 
   def to_json(self) -> dict[str, Any]:
     """Plain data, for json.dumps; a log-prob of −inf is null."""

@@ -36,6 +36,8 @@ class Settings(BeamSettings):
   detokenize: False leaves the text empty and the tokens as they are; stop strings cannot be found then.
   add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
   None refuses it. capacity: tokens the cache has room for; None chooses it.
+  speculate: 'lookup' guesses ahead what followed when the same tokens stood there before, and judges all guesses in one
+  pass: the same text in fewer steps; 'off'. draft_tokens: most guesses a step, 1, 3 or 7.
   src, tgt: the languages of the text and of its translation, by their codes in the model's vocabulary; only for models
   that have such.
   logprobs: number of alternatives to report with each token's log-prob and rank, 0 for none but its own; None reports
@@ -65,6 +67,8 @@ class Settings(BeamSettings):
   add_bos: bool | None = None
   truncate: str | None = None
   capacity: int | None = None
+  speculate: str = "off"
+  draft_tokens: int = 7
   src: str | None = None
   tgt: str | None = None
   logprobs: int | None = None
@@ -115,7 +119,14 @@ class Settings(BeamSettings):
       raise ValueError("negative_prompt does nothing at guidance_scale 1; set guidance_scale, to 1.5 say")
     if self.prompt_logprobs and scale != 1:
       raise ValueError("prompt_logprobs are of the model without guidance; set guidance_scale to 1, or use score()")
-    self.constraint()
+    if self.speculate not in ("off", "lookup"):
+      raise ValueError(f"speculate must be 'off' or 'lookup', got {self.speculate!r}")
+    if self.draft_tokens not in (1, 3, 7) or isinstance(self.draft_tokens, bool):
+      raise ValueError(f"draft_tokens must be 1, 3 or 7, one less than a block, got {self.draft_tokens!r}")
+    constrained = self.constraint() is not None
+    if self.speculate != "off" and (constrained or self.searches or scale != 1):
+      other = "a schema, regex, grammar or choice" if constrained else "beams" if self.searches else "guidance_scale"
+      raise ValueError(f"speculate is not offered together with {other}; set speculate to 'off'")
     if self.searches:
       self._check_search()
 
@@ -137,6 +148,10 @@ class Settings(BeamSettings):
   def constraint(self) -> Spec | None:
     """What the text must fit, if anything."""
     return read_spec(self.json_schema, self.regex, self.grammar, self.choice)
+
+  @property
+  def structure(self) -> tuple:
+    return (*super().structure, self.speculate != "off" and (self.speculate, self.draft_tokens))
 
   @classmethod
   def from_generation_config(cls, config: Mapping[str, Any]) -> "Settings":

@@ -112,6 +112,7 @@ def _check(prompt: Any, settings: Settings) -> None:
   """ValueError for what is not offered with an encoder."""
   cases = (
     (isinstance(prompt, Infill), "an Infill prompt is for models that continue a text; give the text to read"),
+    (settings.speculate != "off", "speculate is not offered with an encoder; set it to 'off'"),
     (settings.guidance_scale != 1, "guidance_scale is not offered with an encoder; set it to 1"),
     (settings.prompt_logprobs, "prompt_logprobs are of tokens that a decoder reads; an encoder has none, leave it off"),
     (settings.truncate is not None, "truncate is not offered with an encoder; shorten the text"),

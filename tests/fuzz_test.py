@@ -66,6 +66,8 @@ GOOD = {
   "add_bos": (None, True, False),
   "truncate": (None, "left", "middle"),
   "capacity": (16,),
+  "speculate": ("off",),
+  "draft_tokens": (7, 3),
   "src": (None,),
   "tgt": (None,),
   "logprobs": (None,),

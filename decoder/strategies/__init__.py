@@ -8,11 +8,12 @@ from decoder.strategies.guidance import GuidedCache, guided, read_negative
 from decoder.strategies.hypotheses import Hypotheses
 from decoder.strategies.lookup import lookup
 from decoder.strategies.loop import run, stream
-from decoder.strategies.speculative import Drafts, Proposer, Speculation, speculation, speculative
+from decoder.strategies.speculative import Drafting, Drafts, Proposer, drafting, speculative
 from decoder.strategies.telling import Told, forward_telling
 from decoder.strategies.trie import Forest, forest
 
 __all__ = [
+  "Drafting",
   "Drafts",
   "Early",
   "Finish",
@@ -23,12 +24,12 @@ __all__ = [
   "Proposer",
   "Rules",
   "Search",
-  "Speculation",
   "State",
   "Told",
   "asking",
   "autoregressive",
   "beam",
+  "drafting",
   "forest",
   "forward_telling",
   "guided",
@@ -39,7 +40,6 @@ __all__ = [
   "read_negative",
   "release",
   "run",
-  "speculation",
   "speculative",
   "spread",
   "stream",

@@ -22,23 +22,20 @@ def lookup(least: int = 2, costs: tuple[float, ...] = COSTS) -> Proposer:
   row's own choice: the number whose expected tokens for its cost are most, (1 − aⁿ⁺¹)/(1 − a)/costs (Leviathan et al.,
   equation 1), by the chance `a` that one is kept, as it went so far and as the match's length promises."""
 
-  def init(state: Any) -> Array:
-    return jnp.full(state.length_B.shape, 0.6, jnp.float32)
+  def init() -> np.ndarray:
+    return np.float32(0.6)
 
-  def propose(params: Any, state: Any, chance_B: Array, size: int) -> Drafts:
-    def row(context_L: Array, length: Array, chance: Array) -> tuple[Array, Array]:
+  def propose(params: Any, state: Any, size: int) -> tuple[Any, Drafts]:
+    def row(context_L: Array, length: Array, chance: Array) -> Drafts:
       tokens_K, matched, there = followers(context_L, length, size)
       count = jnp.minimum(best_size(chance, matched, size, costs), there)
-      return tokens_K, jnp.where(matched >= least, count, 0)
+      return Drafts(tokens_K, jnp.where(matched >= least, count, 0))
 
-    tokens_BK, count_B = jax.vmap(row)(state.context_BL, state.length_B, chance_B)
-    return Drafts(tokens_BK, count_B, chance_B)
+    return state, jax.vmap(row)(state.context_BL, state.length_B, state.settings.memory)
 
-  def learn(chance_B: Array, drafted_B: Array, accepted_B: Array) -> Array:
-    seen_B = jnp.minimum(accepted_B + 1, drafted_B)  # those that were judged: the kept and the first that was not
-    rate_B = accepted_B / jnp.maximum(seen_B, 1)
-    weight_B = 1 - _MEMORY ** seen_B.astype(jnp.float32)
-    return chance_B + weight_B * (rate_B - chance_B)
+  def learn(chance: Array, drafted: Array, accepted: Array) -> Array:
+    seen = jnp.minimum(accepted + 1, drafted)  # those that were judged: the kept and the first that was not
+    return chance + (1 - _MEMORY ** seen.astype(jnp.float32)) * (accepted / jnp.maximum(seen, 1) - chance)
 
   return Proposer(init, propose, learn)
 

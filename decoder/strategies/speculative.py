@@ -1,12 +1,12 @@
 """Several tokens a step: what comes next is guessed, and the model judges all guesses in one pass.
 
-Reading eight tokens takes hardly longer than reading one, since either way every weight is read once. A step's pending
-block is the token drawn last and the drafts after it; the model's logits at each say what may follow. At each position
-in turn a token is drawn exactly as plain decoding draws it, with that position's key, until one is not the draft: it
-is kept, what was guessed after it is forgotten. So the text is plain decoding's, seeds included, up to the rounding of
-logits between block sizes. For drafts that are guessed without chance this accepts as often as any rule that keeps the
-law can: with probability p(draft) = Σ min(p, q) (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023,
-arXiv:2302.01318, with q all on the draft).
+Reading eight tokens takes hardly longer than reading one, since either way every weight is read once. A step guesses
+what follows a row's last token, reads that token and the guesses, and has the model's logits after each. At each
+position in turn a token is drawn exactly as plain decoding draws it, with that position's key, until one is not the
+guess: it is kept, and what was guessed after it is forgotten. So the text is plain decoding's, seeds included, up to
+the rounding of logits between block sizes. For guesses that are made without chance no rule that keeps the law accepts
+more often: p(guess) = Σ min(p, q) with q all on the guess (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023,
+arXiv:2302.01318).
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -25,44 +26,49 @@ BLOCKS = (1, 2, 4, 8)  # tokens read at once: a step compiles one forward pass f
 
 
 class Drafts(NamedTuple):
-  """tokens_BK: guesses of what follows, in order; count_B: how many of them there are. memory: the proposer's own."""
+  """tokens_BK: guesses of what follows, in order; count_B: how many of them there are."""
 
   tokens_BK: Array
   count_B: Array
-  memory: Any
 
 
 class Proposer(NamedTuple):
   """Where guesses come from.
 
-  init: (state) -> memory, a pytree with rows. propose: (params, state, memory, size) -> Drafts, up to `size` a row;
-  the state's context ends with the token drawn last. learn: (memory, drafted_B, accepted_B) -> memory, told after each
-  judgement how many were guessed and how many of them kept.
+  init: () -> memory of one row, a pytree of scalars or arrays. propose: (params, state, size) -> (state, Drafts), up to
+  `size` a row, of a state whose context ends with the token drawn last. learn: (memory, drafted, accepted) -> memory,
+  for one row: how many were guessed, how many of them kept.
   """
 
-  init: Callable
-  propose: Callable
-  learn: Callable
+  init: Callable[[], Any]
+  propose: Callable[[Params, State, int], tuple[State, Drafts]]
+  learn: Callable[[Any, Array, Array], Any]
 
 
 @struct.dataclass
-class Speculation(State):
-  """A State whose pending block holds drafts, at positions from length_B on. memory: the proposer's. drafted_B,
-  accepted_B: so far."""
+class Drafting:
+  """In place of a row's settings: those of its chain, the proposer's memory; steps, guesses and kept ones so far."""
 
-  memory: Any = None
-  drafted_B: Array | None = None
-  accepted_B: Array | None = None
+  settings: Any
+  memory: Any
+  steps: Array
+  drafted: Array
+  accepted: Array
 
 
-def speculation(state: State, proposer: Proposer, size: int) -> Speculation:
-  """A State that goes on with up to `size` drafts a step; none are pending yet."""
-  rows = state.length_B.shape[0]
-  wide = (rows, 1 + size)
-  fields = {name: getattr(state, name) for name in State.__dataclass_fields__}
-  fields |= {"tokens_BT": jnp.zeros(wide, jnp.int32), "positions_BT": jnp.full(wide, NONE, jnp.int32)}
-  zeros_B = jnp.zeros((rows,), jnp.int32)
-  return Speculation(**fields, memory=proposer.init(state), drafted_B=zeros_B, accepted_B=jnp.zeros_like(zeros_B))
+def drafting(chain: LogitTransform, proposer: Proposer) -> LogitTransform:
+  """The chain, with Drafting as its state: what plain decoding draws a prompt's first token through."""
+
+  def start() -> Drafting:
+    return Drafting(chain.init(), proposer.init(), *(np.int32(0) for _ in range(3)))
+
+  def update(logits_V: Array, state: Drafting, context: Context) -> Array:
+    return chain.update(logits_V, state.settings, context)
+
+  def observe(state: Drafting, token: Array, logits_V: Array) -> Drafting:
+    return state.replace(settings=chain.observe(state.settings, token, logits_V))
+
+  return LogitTransform(start, update, observe)
 
 
 def speculative(
@@ -73,43 +79,60 @@ def speculative(
   vocab_size: int | None = None,
   inspect: Callable[[Drawn], Any] = nothing,
 ) -> Strategy:
-  """Draws 1 … size + 1 tokens a row and step, by the law of `autoregressive` with the same arguments. size: most
-  drafts, one less than a block of BLOCKS. ValueError for another."""
+  """Draws 1 … size + 1 tokens a row and step, by the law of `autoregressive` with the same arguments.
+
+  It goes on from a State that has read its prompt and drawn a token, with `Drafting` as its settings. size: most
+  guesses, one less than one of BLOCKS. ValueError for another.
+  """
   if size + 1 not in BLOCKS[1:]:
     raise ValueError(f"size must be one of {', '.join(str(block - 1) for block in BLOCKS[1:])}, got {size!r}")
 
-  def forward(params: Params, state: Speculation) -> tuple[Speculation, Array]:
-    """Logits after the last token that is known and after each draft: [B, size + 1, V]."""
-    features_BTD, cache = _read(model, params, state, size)
-    last_B = jnp.argmax(jnp.where(state.positions_BT < state.length_B[:, None], state.positions_BT, NONE), axis=1)
-    index_BJ = jnp.minimum(last_B[:, None] + jnp.arange(size + 1)[None], features_BTD.shape[1] - 1)
-    features_BJD = jnp.take_along_axis(features_BTD, index_BJ[:, :, None], axis=1)
+  def forward(params: Params, state: State) -> tuple[State, Array]:
+    """Logits after the row's last token and after each guess: [B, size + 1, V]."""
+    state, drafts = proposer.propose(params, state, size)
+    state = _pending(state, drafts, size)
+    features_BJD, cache = _read(model, params, state, size)
     logits_RV = model.head(params, features_BJD.reshape(-1, features_BJD.shape[-1])).astype(jnp.float32)
-    return state.replace(cache=cache), logits_RV.reshape(*index_BJ.shape, -1)
+    return state.replace(cache=cache), logits_RV.reshape(*features_BJD.shape[:2], -1)
 
-  def draw(state: Speculation, raw_BJV: Array, params: Params = None) -> tuple[Speculation, Emission]:
-    drafts_BK, drafted_B = _drafts(state, size)
+  def draw(state: State, raw_BJV: Array) -> tuple[State, Emission]:
+    drafted_B = jnp.sum(state.positions_BT[:, 1:] >= 0, axis=1, dtype=jnp.int32)
     judged = jax.vmap(lambda *row: _judge(chain, inspect, vocab_size, *row))(
-      raw_BJV, drafts_BK, drafted_B, state.settings, state.context_BL, state.length_B, state.prompt_B, state.ends_BE,
-      state.limit_B, state.finish_B, state.key_B,
+      raw_BJV, state.tokens_BT[:, 1:], drafted_B, state.settings.settings, state.context_BL, state.length_B,
+      state.prompt_B, state.ends_BE, state.limit_B, state.finish_B, state.key_B,
     )  # fmt: skip
-    length_B = state.length_B + judged.count
-    accepted_B = jnp.minimum(jnp.maximum(judged.count - 1, 0), drafted_B)
+    count_B, length_B = judged.j, state.length_B + judged.j
+    accepted_B = jnp.minimum(jnp.maximum(count_B - 1, 0), drafted_B)
+    so_far = state.settings
+    settings = Drafting(
+      judged.settings, jax.vmap(proposer.learn)(so_far.memory, drafted_B, accepted_B), so_far.steps + (count_B > 0),
+      so_far.drafted + drafted_B, so_far.accepted + accepted_B,
+    )  # fmt: skip
+    last_B1 = jnp.take_along_axis(judged.context_L, jnp.maximum(length_B - 1, 0)[:, None], axis=1)
     state = state.replace(
-      cache=state.cache.truncate(length_B - 1), settings=judged.settings, context_BL=judged.context_L,
-      length_B=length_B, finish_B=judged.finish, memory=proposer.learn(state.memory, drafted_B, accepted_B),
-      drafted_B=state.drafted_B + drafted_B, accepted_B=state.accepted_B + accepted_B,
+      cache=state.cache.truncate(length_B - 1), tokens_BT=last_B1,
+      positions_BT=jnp.where(judged.finish == Finish.RUNNING, length_B - 1, NONE)[:, None],
+      settings=settings, context_BL=judged.context_L, length_B=length_B, finish_B=judged.finish,
     )  # fmt: skip
-    emission = Emission(judged.tokens_J, judged.count, Info(judged.finish, judged.details))
-    return _pending(proposer, params, state, size), emission
+    return state, Emission(judged.tokens_J, count_B, Info(judged.finish, judged.details))
 
   return Strategy(init, forward, draw)
 
 
-def _read(model: Model, params: Params, state: Speculation, size: int) -> tuple[Array, Any]:
-  """The forward pass over a prompt's chunk, or over as many of the pending tokens as there are."""
-  if state.tokens_BT.shape[1] != size + 1:
-    return model.forward(params, state.tokens_BT, state.positions_BT, state.cache)
+def _pending(state: State, drafts: Drafts, size: int) -> State:
+  """The state with its last token and the guesses pending: no more of them than remain to the limit but one, so that
+  all fit, and the token after them."""
+  count_B = jnp.clip(drafts.count_B, 0, jnp.maximum(state.limit_B - state.length_B - 1, 0))
+  offset_J = jnp.arange(size + 1, dtype=jnp.int32)
+  there_BJ = (state.positions_BT >= 0) & (offset_J[None] <= count_B[:, None])
+  return state.replace(
+    tokens_BT=jnp.concatenate([state.tokens_BT, drafts.tokens_BK], axis=1),
+    positions_BT=jnp.where(there_BJ, state.positions_BT + offset_J[None], NONE),
+  )
+
+
+def _read(model: Model, params: Params, state: State, size: int) -> tuple[Array, Any]:
+  """The forward pass over as many tokens as the row with most has pending: a step without guesses is a plain one."""
 
   def reading(block: int) -> Callable:
     def read(cache: Any) -> tuple[Array, Any]:
@@ -119,41 +142,17 @@ def _read(model: Model, params: Params, state: Speculation, size: int) -> tuple[
     return read
 
   blocks = [block for block in BLOCKS if block <= size + 1]
-  longest = jnp.max(jnp.where(state.positions_BT >= 0, jnp.arange(1, size + 2)[None], 0))
+  longest = jnp.max(jnp.sum(state.positions_BT >= 0, axis=1))
   return lax.switch(jnp.sum(longest > jnp.asarray(blocks[:-1])), [reading(block) for block in blocks], state.cache)
 
 
-def _drafts(state: Speculation, size: int) -> tuple[Array, Array]:
-  """The guesses that are pending; none while a prompt is."""
-  if state.tokens_BT.shape[1] != size + 1:
-    rows = state.length_B.shape[0]
-    return jnp.zeros((rows, size), jnp.int32), jnp.zeros((rows,), jnp.int32)
-  return state.tokens_BT[:, 1:], jnp.sum(state.positions_BT[:, 1:] >= state.length_B[:, None], axis=1, dtype=jnp.int32)
-
-
-def _pending(proposer: Proposer, params: Params, state: Speculation, size: int) -> Speculation:
-  """The state with the token drawn last and new guesses pending. A row's last token is never guessed: no more than
-  remain to its limit but one, so that all fit and the one after them too."""
-  drafts = proposer.propose(params, state, state.memory, size)
-  count_B = jnp.clip(drafts.count_B, 0, jnp.maximum(state.limit_B - state.length_B - 1, 0))
-  running_B = state.finish_B == Finish.RUNNING
-  offset_T = jnp.arange(size + 1, dtype=jnp.int32)
-  there_BT = running_B[:, None] & (offset_T[None] <= count_B[:, None])
-  last_B1 = jnp.take_along_axis(state.context_BL, jnp.maximum(state.length_B - 1, 0)[:, None], axis=1)
-  return state.replace(
-    tokens_BT=jnp.concatenate([last_B1, drafts.tokens_BK], axis=1),
-    positions_BT=jnp.where(there_BT, (state.length_B - 1)[:, None] + offset_T[None], NONE),
-    memory=drafts.memory,
-  )
-
-
-def _kept(token: Array, draft: Array) -> Array:
-  """Whether what comes after a guess may be judged by what was read after it."""
-  return token == draft
+def _kept(token: Array, guess: Array) -> Array:
+  """Whether what the model says after a guess may be believed."""
+  return token == guess
 
 
 class _Judged(NamedTuple):
-  """Of one row. j: tokens drawn so far in this step; going: whether the next position is judged too."""
+  """Of one row. j: tokens drawn in this step so far; going: whether the next position is judged too."""
 
   j: Array
   going: Array
@@ -163,20 +162,15 @@ class _Judged(NamedTuple):
   context_L: Array
   finish: Array
 
-  @property
-  def count(self) -> Array:
-    return self.j
-
 
 def _judge(
-  chain: LogitTransform, inspect: Callable, vocab_size: int | None, raw_JV: Array, drafts_K: Array, drafted: Array,
+  chain: LogitTransform, inspect: Callable, vocab_size: int | None, raw_JV: Array, guesses_K: Array, drafted: Array,
   settings: Any, context_L: Array, length: Array, prompt: Array, ends_E: Array, limit: Array, finish: Array, key: Array,
 ) -> _Judged:  # fmt: skip
-  """Draws tokens at one position after the other, as long as they are the drafts."""
+  """Draws tokens at one position after the other, as long as they are the guesses."""
 
   def drawn(j: Array, settings: Any, context_L: Array) -> tuple[Drawn, Any]:
-    raw_V = raw_JV[j]
-    offered_V = raw_V
+    raw_V = offered_V = raw_JV[j]
     if vocab_size is not None and vocab_size < raw_V.shape[0]:
       offered_V = jnp.where(jnp.arange(raw_V.shape[0]) < vocab_size, raw_V, -jnp.inf)
     at = jax.random.fold_in(key, length + j)
@@ -185,11 +179,10 @@ def _judge(
   def body(now: _Judged) -> _Judged:
     draw, after = drawn(now.j, now.settings, now.context_L)
     sound = jnp.isfinite(jnp.max(draw.raw_V)) & jnp.isfinite(jnp.max(draw.kept_V))
-    stopped = jnp.any(draw.token == ends_E)
     full = length + now.j + 1 >= limit
-    finish = jnp.where(stopped, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.RUNNING))
+    finish = jnp.where(jnp.any(draw.token == ends_E), Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.RUNNING))
     finish = jnp.where(sound, finish, Finish.ERROR).astype(jnp.int8)
-    guess = drafts_K[jnp.minimum(now.j, drafts_K.shape[0] - 1)]
+    guess = guesses_K[jnp.minimum(now.j, guesses_K.shape[0] - 1)]
     here = jnp.where(sound, length + now.j, context_L.shape[0])  # past the end: dropped
     return _Judged(
       now.j + sound,
@@ -204,6 +197,5 @@ def _judge(
   told = jax.eval_shape(lambda: inspect(drawn(jnp.int32(0), settings, context_L)[0]))
   room = raw_JV.shape[0]
   details = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), told)
-  settings = jax.tree.map(jnp.asarray, settings)
   start = _Judged(jnp.int32(0), finish == 0, jnp.zeros((room,), jnp.int32), details, settings, context_L, finish)
   return lax.while_loop(lambda now: now.going, body, start)

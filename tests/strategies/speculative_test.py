@@ -11,16 +11,7 @@ from fixtures import ABE, begin, prompts, rand_lm, table_lm
 from scipy import stats
 
 from decoder.sampling import chain, repetition, temperature, top_k
-from decoder.strategies import (
-  Drafts,
-  Finish,
-  Proposer,
-  autoregressive,
-  lookup,
-  run,
-  speculation,
-  speculative,
-)
+from decoder.strategies import Drafts, Finish, Proposer, autoregressive, drafting, lookup, run, speculative
 
 SIZE = 3
 ROWS, LIMITS, SEEDS = prompts([3, 9, 5]), [30, 25, 12], [7, 8, 9]
@@ -34,11 +25,11 @@ CHAINS = {
 def proposer(guess):
   """Of a function (context_L, length, size) -> (tokens_K, count)."""
 
-  def propose(params, state, memory, size):
+  def propose(params, state, size):
     tokens_BK, count_B = jax.vmap(lambda *row: guess(*row, size))(state.context_BL, state.length_B)
-    return Drafts(tokens_BK.astype(jnp.int32), count_B.astype(jnp.int32), memory)
+    return state, Drafts(tokens_BK.astype(jnp.int32), count_B.astype(jnp.int32))
 
-  return Proposer(lambda state: (), propose, lambda memory, drafted_B, accepted_B: memory)
+  return Proposer(lambda: (), propose, lambda memory, drafted, accepted: memory)
 
 
 def wrong(context_L, length, size):
@@ -52,12 +43,12 @@ def knowing(texts, right):
   for row, text in enumerate(texts):
     known_BL[row, : len(text)] = text
 
-  def propose(params, state, memory, size):
+  def propose(params, state, size):
     at_BK = jnp.minimum(state.length_B[:, None] + jnp.arange(size)[None], 63)
     tokens_BK = jnp.take_along_axis(jnp.asarray(known_BL), at_BK, axis=1)
-    return Drafts(jnp.where(at_BK % 4 < right, tokens_BK, tokens_BK + 1), jnp.full(len(texts), size), memory)
+    return state, Drafts(jnp.where(at_BK % 4 < right, tokens_BK, tokens_BK + 1), jnp.full(len(texts), size))
 
-  return Proposer(lambda state: (), propose, lambda memory, drafted_B, accepted_B: memory)
+  return Proposer(lambda: (), propose, lambda memory, drafted, accepted: memory)
 
 
 def plain_texts(name, rows=ROWS, limits=LIMITS, seeds=SEEDS, **more):
@@ -77,20 +68,24 @@ def joined(*emissions):
   return texts
 
 
-def spoken(name, guesses, rows=ROWS, limits=LIMITS, seeds=SEEDS, size=SIZE, lm=None, steps=40, **more):
+def strategies(model, link, guesses, size):
+  """What reads prompts, what goes on, and the chain of both."""
+  both = drafting(link, guesses)
+  return autoregressive(model, both), speculative(model, link, guesses, size), both
+
+
+def spoken(name, guesses, rows=ROWS, limits=LIMITS, seeds=SEEDS, size=SIZE, lm=None, steps=40, link=None, **more):
   """The final state, and the texts."""
   network, params = lm or rand_lm()
-  strategy = speculative(network.model, CHAINS[name], guesses, size)
-  state = begin(network, rows, limits, seeds=seeds, transforms=CHAINS[name], **more)
+  first, further, both = strategies(network.model, link or CHAINS[name], guesses, size)
 
   def whole(params, state):
-    prompt = state
-    state = speculation(state, guesses, size)
-    state, first = strategy.step(params, state.replace(tokens_BT=prompt.tokens_BT, positions_BT=prompt.positions_BT))
-    return run(strategy, params, state, steps, steps * (size + 1)), first
+    state, emission = first.step(params, state)
+    return run(further, params, state, steps, steps * (size + 1)), emission
 
-  (done, rest), first = jax.jit(whole)(params, state)
-  return done, joined(first, rest)
+  state = begin(network, rows, limits, seeds=seeds, transforms=both, **more)
+  (done, rest), emission = jax.jit(whole)(params, state)
+  return done, joined(emission, rest)
 
 
 def whole_texts(texts, rows=ROWS):
@@ -115,11 +110,11 @@ def test_right_guesses_save_steps_and_no_more_is_claimed():
   _, want = plain_texts("sampled")
   texts = whole_texts(want)
   done, _ = spoken("sampled", knowing(texts, 4), steps=8)
-  assert (np.asarray(done.finish_B) == Finish.LENGTH).all(), "27 tokens in a first and seven further steps"
-  np.testing.assert_array_equal(done.drafted_B, done.accepted_B)
+  assert (np.asarray(done.finish_B) == Finish.LENGTH).all(), "27 tokens, the first apart"
+  np.testing.assert_array_equal(done.settings.drafted, done.settings.accepted)
   slow, _ = spoken("sampled", knowing(texts, 0), steps=8)
   assert not (np.asarray(slow.finish_B) == Finish.LENGTH).all(), "negative control: wrong guesses save none"
-  assert int(slow.accepted_B.sum()) == 0 < int(slow.drafted_B.sum())
+  assert int(slow.settings.accepted.sum()) == 0 < int(slow.settings.drafted.sum())
 
 
 def test_guesses_that_are_kept_unseen_are_found_out(monkeypatch):
@@ -146,14 +141,8 @@ def test_c84_an_end_within_a_block_ends_the_row_there(size):
 
 def test_c87_top_k_1_is_greedy():
   _, want = plain_texts("greedy")
-  network, params = rand_lm()
-  one = chain(temperature(1.0), top_k(1))
-  strategy = speculative(network.model, one, proposer(wrong), SIZE)
-  state = begin(network, ROWS, LIMITS, seeds=SEEDS, transforms=one)
-  wide = speculation(state, proposer(wrong), SIZE).replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT)
-  state, first = jax.jit(strategy.step)(params, wide)
-  _, rest = jax.jit(lambda p, s: run(strategy, p, s, 40, 160))(params, state)
-  assert joined(first, rest) == want
+  _, got = spoken(None, proposer(wrong), link=chain(temperature(1.0), top_k(1)))
+  assert got == want
 
 
 def test_c92_the_block_is_cut_near_the_limit():
@@ -179,17 +168,14 @@ def test_chi_square_of_three_tokens_jointly():
   draws, batch = 200_000, 5_000
   network, params = table_lm(ABE)
   guesses = proposer(lambda context_L, length, size: (jnp.ones(size), jnp.int32(size)))
-  strategy = speculative(network.model, CHAINS["sampled"], guesses, 3)
+  first, further, both = strategies(network.model, CHAINS["sampled"], guesses, 3)
 
   @jax.jit
   def texts(seeds_B):
-    state = begin(network, [[0]] * batch, [4] * batch, seeds=range(batch), transforms=CHAINS["sampled"], capacity=8,
-                  ends=(3,))  # fmt: skip
+    state = begin(network, [[0]] * batch, [4] * batch, transforms=both, capacity=8, ends=(3,))
     keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(0), seed))(seeds_B)
-    prompt = state.replace(key_B=keys)
-    wide = speculation(prompt, guesses, 3).replace(tokens_BT=prompt.tokens_BT, positions_BT=prompt.positions_BT)
-    state, _ = strategy.step(params, wide)
-    return run(strategy, params, state, 4, 16).state.context_BL[:, 1:4]
+    state, _ = first.step(params, state.replace(key_B=keys))
+    return run(further, params, state, 4, 16).state.context_BL[:, 1:4]
 
   seen = np.concatenate([np.asarray(texts(jnp.arange(n, n + batch))) for n in range(0, draws, batch)])
   expected = {}
@@ -217,7 +203,7 @@ def test_tokens_a_step_are_those_of_the_formula(alpha, size):
                      capacity=256)  # fmt: skip
   each = np.mean([len(text) - 1 for text in got]) / steps
   assert each == pytest.approx((1 - alpha ** (size + 1)) / (1 - alpha), rel=0.02)
-  assert int(done.accepted_B.sum()) / (steps * rows) == pytest.approx(each - 1, rel=0.05)
+  assert int(done.settings.accepted.sum()) / (steps * rows) == pytest.approx(each - 1, rel=0.05)
 
 
 @pytest.mark.parametrize("size", [0, 2, 8, None])

@@ -67,7 +67,7 @@ GOOD = {
   "truncate": (None, "left", "middle"),
   "capacity": (16,),
   "speculate": ("off",),
-  "draft_tokens": (7, 3),
+  "draft_tokens": (7,),
   "src": (None,),
   "tgt": (None,),
   "logprobs": (None,),
@@ -100,6 +100,7 @@ KINDS = {
   "vllm": (40, 3, {"preset": ("vllm",), "bad_words": ([[1], [2, 3]],)}),
   "llamacpp": (40, 3, {"preset": ("llamacpp",), "presence_penalty": (0.5,)}),
   "mlx": (40, 3, {"preset": ("mlx",), "presence_penalty": (0.5,)}),
+  "guessed": (80, 3, {**ALWAYS_FULL, "speculate": ("lookup",), "draft_tokens": (3,), "max_new_tokens": (6, 9)}),
   "beams": (120, 2, {
     **ALWAYS_FULL, "num_beams": (4,), "num_beam_groups": (2,), "diversity_penalty": (0.0, 0.5), "n": (1, 4),
     "length_penalty": (1.0, 0.0, -1.0, 3.0), "length_norm": ("length", "gnmt"), "patience": (1.0, 1.0, 2.0),
@@ -110,7 +111,7 @@ KINDS = {
 STRUCTURE = (
   "n", "best_of", "logprobs", "logprobs_mode", "prompt_logprobs", "explain", "guidance_scale", "negative_prompt",
   "preset", "capacity", "regex", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "length_norm",
-  "early_stopping", "patience", "forced_tokens", "continuations",
+  "early_stopping", "patience", "forced_tokens", "continuations", "speculate", "draft_tokens",
 )  # fmt: skip
 BAD = (
   None, -1, -3, 0, 2, 1.5, math.nan, math.inf, -math.inf, 1e300, 2**40, True, False, "", "warm", b"x", (), [], [[]], {},

@@ -32,6 +32,16 @@ def show(results: list[Any]) -> None:
     Path(FLAGS.html).expanduser().write_text(view(results).page(), encoding="utf-8")
 
 
+def guessed(results: list[Any]) -> list[str]:
+  """What guessing ahead came to; nothing where it was not asked for."""
+  told = [result.speculated for result in results if result.speculated is not None]
+  steps, drafted, accepted = (sum(getattr(one, name) for one in told) for name in ("steps", "drafted", "accepted"))
+  if not steps:
+    return []
+  share = f"{accepted} of {drafted} guesses kept" if drafted else "nothing to guess from"
+  return [f"{share}, {1 + accepted / steps:.2f} tokens a step"]
+
+
 def figures(results: list[Any]) -> str:
   """One line of what it took; rates of several prompts are those of all together."""
   from decoder.measure.machine import peak_memory
@@ -45,6 +55,7 @@ def figures(results: list[Any]) -> str:
   parts.append(f"{new} new tokens")
   if each:
     parts[1] += f", {sum(t.tokens_per_s or 0 for t in timings):.1f} a second ({each:.1f} ms each)"
+  parts += guessed(results)
   parts.append(f"peak memory {peak_memory() / 1e9:.2f} GB")
   parts.append(f"loaded in {timings[0].load_s:.1f} s, compiled in {timings[0].compile_s:.1f} s")
   if any(result.settings.temperature > 0 for result in results):

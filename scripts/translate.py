@@ -1,6 +1,7 @@
 """Translates texts line by line with an encoder–decoder.
 
 Usage:
+  echo "En el principio crió Dios los cielos y la tierra." | python scripts/translate.py
   python scripts/translate.py --model hf:facebook/nllb-200-distilled-600M --src eng_Latn --tgt deu_Latn --input en.txt
   cat en.txt | python scripts/translate.py --model hf:Helsinki-NLP/opus-mt-en-es > es.txt
   python scripts/translate.py --model my-model --input en.txt --output es.txt --reference gold.txt
@@ -25,7 +26,7 @@ import entry
 import lines
 from absl import flags
 
-MODEL = None  # what --model is where it is not given
+MODEL = "bible-es-en"  # Spanish to English, trained here
 ENDS = {
   "length": "translations are cut at their limit of tokens, see --max_new_tokens",
   "time": "translations are cut at their limit of time",
@@ -51,8 +52,6 @@ for module in (entry, config, lines):
 
 
 def main() -> None:
-  if FLAGS.model is None:
-    raise ValueError("--model is missing; name an encoder–decoder, hf:Helsinki-NLP/opus-mt-en-es say")
   names = ("src", "tgt", "num_beams", "length_penalty", "max_new_tokens")
   settings, origins = config.gather({name: FLAGS[name].value for name in names})
   if FLAGS.print_config:

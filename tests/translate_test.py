@@ -220,12 +220,17 @@ def test_what_the_model_cannot_follow_is_refused_before_any_compute(several, hom
   assert "Traceback" not in done.stderr
 
 
-def test_a_model_without_an_encoder_is_refused_and_one_must_be_named(tmp_path, home):
+def test_a_model_without_an_encoder_is_refused(tmp_path, home):
   done = run("translate.py", "--model", str(byte_model(tmp_path)), stdin="a\n", home=home)
   assert done.returncode == 2
   assert "continues texts and translates none; name an encoder–decoder" in done.stderr
-  done = run("translate.py", stdin="a\n", home=home)
-  assert "--model is missing" in done.stderr
+
+
+def test_the_readmes_command_translates_a_sentence(home):
+  """Nothing is downloaded: the model lies in checkpoints/."""
+  done = run("translate.py", stdin="En el principio crió Dios los cielos y la tierra.\n\nDios es amor.\n", home=home)
+  assert done.returncode == 0
+  assert done.stdout == "In the beginning, God created the heavens and the earth.\n\nGod is love.\n"
 
 
 def test_without_sacrebleu_a_reference_is_refused(tmp_path, home, model):

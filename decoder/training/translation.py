@@ -30,11 +30,11 @@ class Plan:
   every: steps between two looks at the held-out pairs. ValueError naming a number that makes no sense.
   """
 
-  steps: int = 2000
+  steps: int = 2600
   vocab_size: int = 4000
-  width: int = 256
+  width: int = 192
   heads: int = 4
-  hidden: int = 1024
+  hidden: int = 768
   encoder_layers: int = 4
   decoder_layers: int = 3
   context: int = 256
@@ -43,7 +43,7 @@ class Plan:
   warm_up: int = 200
   smoothing: float = 0.1
   noise: float = 0.1
-  every: int = 200
+  every: int = 130
   seed: int = 0
 
   def __post_init__(self) -> None:
@@ -73,9 +73,14 @@ class Plan:
     }  # fmt: skip
 
 
-def train(plan: Plan, data: Path, held_out: Path, out: Path, *, progress: bool = True) -> Path:
-  """Trains on the pairs of a TSV file, goes on with what lies in `out`, and gives the directory of the checkpoint there
-  (float32). Beside it: `loop.LOG`. ValueError for files that do not hold pairs, and for a run of another plan."""
+def train(
+  plan: Plan, data: Path, held_out: Path, out: Path, *, weights: str | None = None, progress: bool = True
+) -> Path:
+  """Trains on the pairs of a TSV file, going on with what lies in `out`; gives the directory of the checkpoint there.
+
+  weights: of the checkpoint, as for `checkpoint.convert`; None is float32. Beside it: `loop.LOG`. ValueError for files
+  that do not hold pairs, and for a run of another plan.
+  """
   pairs, others = read_pairs(data), read_pairs(held_out)
   out = Path(out)
   out.mkdir(parents=True, exist_ok=True)
@@ -96,8 +101,9 @@ def train(plan: Plan, data: Path, held_out: Path, out: Path, *, progress: bool =
   params = trainer.run(batches.batch, plan.steps, valid, plan.every, progress)
   origin = {"trained_by": "scripts/train.py", "plan": dataclasses.asdict(plan), "pairs": len(pairs)}
   return checkpoint.save(
-    jax.device_get(params), plan.config(), tokenizer_files(model), out / "model", origin=origin, progress=progress
-  )
+    jax.device_get(params), plan.config(), tokenizer_files(model), out / "model", weights=weights, origin=origin,
+    progress=progress,
+  )  # fmt: skip
 
 
 def tokenizer_files(model: bytes) -> dict[str, bytes]:

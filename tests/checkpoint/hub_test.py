@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from decoder.checkpoint import DEFAULT, CheckpointError, hub, load, registered, resolve, verify
-from decoder.checkpoint.source import expected_shapes
+from decoder.checkpoint.source import expected_shapes, sha256_of_file
 
 
 @pytest.fixture
@@ -215,6 +215,11 @@ def test_the_shipped_manifests_describe_models_that_can_be_built():
   for name, manifest in manifests.items():
     assert manifest["licence"], name
     assert len(manifest["source"]["sha256"]) == 64
+    if manifest["source"]["kind"] == "directory":
+      directory = resolve(name)
+      assert sha256_of_file(directory / "manifest.json") == manifest["source"]["sha256"]
+      verify(directory)
+      assert sum(file.stat().st_size for file in directory.rglob("*")) < 12_000_000
     assert expected_shapes(manifest["config"])
   assert manifests[DEFAULT]["licence"] == "Apache-2.0"
 

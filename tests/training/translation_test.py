@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -117,3 +119,9 @@ def test_parameters_of_another_config_are_refused_and_nothing_is_written(tmp_pat
   with pytest.raises(CheckpointError):
     save(params, dataclasses.replace(PLAN, width=64).config(), {}, tmp_path / "m", progress=False)
   assert not (tmp_path / "m").exists()
+
+
+def test_the_scripts_defaults_are_the_plans():
+  source = (Path(__file__).parents[2] / "scripts" / "train.py").read_text()
+  for field in dataclasses.fields(Plan):
+    assert re.search(rf'flags\.DEFINE_\w+\("{field.name}", {re.escape(str(field.default))},', source), field.name

@@ -4,8 +4,10 @@ Nearly all that tests take is compiling. So they compile quickly, not well, unle
 `--optimised`; tests marked slow may run long enough for that to pay.
 """
 
+import gc
 import os
 import socket
+from pathlib import Path
 
 import jax
 import pytest
@@ -35,6 +37,17 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
       if "slow" in item.keywords:
         item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_programs():
+  """Forgets compiled programs before there are too many: each takes several maps of memory, of which Linux gives a
+  process 65,530, and XLA dies without a word where it gets no more."""
+  yield
+  maps = Path("/proc/self/maps")
+  if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,7 @@ GOOD = {
 ALWAYS_FULL = {"no_repeat_ngram_size": (9, 2)}
 KINDS = {
   "one row": (450, 1, {}),
-  "three rows": (730, 3, {}),
+  "three rows": (650, 3, {}),
   "guided": (120, 3, {**ALWAYS_FULL, "guidance_scale": (1.5, 0.0, 20.0), "negative_prompt": (None, "B", [4, 5])}),
   "samples": (100, 1, {**ALWAYS_FULL, "n": (2,)}),
   "best of": (80, 1, {**ALWAYS_FULL, "n": (1, 2), "best_of": (2,)}),

@@ -38,7 +38,7 @@ def test_json_has_every_field_and_the_seed_reproduces_the_text(tiny, home):
   assert done.returncode == 0, done.stderr
   first, second = (json.loads(line) for line in done.stdout.splitlines())
   fields = "text prompt_ids token_ids finish_reason stop_reason truncated seed settings timings sample"
-  fields += " logprobs prompt_logprobs explanation score"
+  fields += " logprobs prompt_logprobs explanation score speculated"
   assert set(first) == set(fields.split())
   timings = "load_s compile_s ttft_ms tpot_ms tokens_per_s prompt_tokens_per_s prompt_tokens new_tokens"
   assert set(first["timings"]) == set(timings.split())

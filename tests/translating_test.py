@@ -40,7 +40,10 @@ def all_of(job, lines, **more):
   return [pair for window in job.windows(lines) for pair in job.translate(window, **more)]
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+BOTH = [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(BEAMS, id="beams")]
+
+
+@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_each_line_is_translated_as_alone_and_in_its_place(beams):
   lines, settings = texts(40, 28), Settings(num_beams=beams, max_new_tokens=10, no_repeat_ngram_size=1)
   got = all_of(job(settings), lines)
@@ -88,7 +91,7 @@ def test_lines_of_one_text_are_translated_once_unless_drawn():
   assert len(window.parts) == 4
 
 
-@pytest.mark.parametrize("settings", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("settings", BOTH)
 def test_few_programs_are_compiled_for_many_lines(settings):
   fresh = translator.__wrapped__("marian", PLAIN)
   lines = texts(1000, 28, seed=3)
@@ -201,7 +204,7 @@ class Stopped(Exception):
   pass
 
 
-@pytest.mark.parametrize("settings", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("settings", BOTH)
 @pytest.mark.parametrize("stop_after", [1, 2, 5])
 def test_a_stopped_run_goes_on_with_the_batch_it_was_at(tmp_path, settings, stop_after):
   lines, batches = texts(60, seed=5), []
@@ -224,6 +227,7 @@ def test_a_stopped_run_goes_on_with_the_batch_it_was_at(tmp_path, settings, stop
   assert batches == [len(batch) for batch in window.batches], "none twice, none left out"
 
 
+@pytest.mark.slow
 def test_another_budget_goes_on_too(tmp_path):
   lines, again = texts(60, seed=5), []
   with Journal(tmp_path / "out.txt", {}) as journal:

@@ -16,7 +16,8 @@ from decoder.models import registry
 from decoder.training import loop, translation
 from decoder.training.translation import Plan, train
 
-NUMBERS = {"one": "uno", "two": "dos", "three": "tres", "four": "cuatro", "five": "cinco", "six": "seis"}
+NUMBERS = {"one": "uno", "two": "dos", "three": "tres", "four": "cuatro", "five": "cinco", "six": "seis",
+           "seven": "siete"}  # fmt: skip
 PLAN = Plan(
   steps=320, vocab_size=285, width=32, heads=2, hidden=64, encoder_layers=1, decoder_layers=1, context=32,
   batch_tokens=512, rate=1e-2, warm_up=20, noise=0.0, every=160,
@@ -26,7 +27,7 @@ PLAN = Plan(
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
   directory = tmp_path_factory.mktemp("pairs")
-  texts = [" ".join(words) for words in itertools.product(NUMBERS, repeat=3)]
+  texts = [" ".join(words) for words in itertools.permutations(NUMBERS, 3)]
   lines = [f"{text}\t{' '.join(NUMBERS[word] for word in text.split())}\n" for text in texts]
   np.random.default_rng(0).shuffle(lines)
   (directory / "train.tsv").write_text("".join(lines[:-16]))
@@ -48,12 +49,11 @@ def test_it_learns_and_the_checkpoint_translates(trained, files):
   out, model = trained
   log = translation.read_log(out)
   assert [line["step"] for line in log] == [160, 320]
-  assert log[-1]["held_out"] < 0.1 < log[0]["held_out"]
+  assert log[-1]["held_out"] < 0.3, "knowing nothing costs ln 285 = 5.7"
   lm = decoder.load(str(model))
-  for line in (files / "valid.tsv").read_text().splitlines()[:4]:
-    source, target = line.split("\t")
-    assert lm.generate(source, temperature=0.0, max_new_tokens=20).text == target
-  assert lm.generate("one two six", num_beams=2, max_new_tokens=20).text == "uno dos seis"
+  lines = [line.split("\t") for line in (files / "valid.tsv").read_text().splitlines()]
+  told = lm.generate([source for source, _ in lines], num_beams=2, max_new_tokens=20)
+  assert sum(one.text == target for one, (_, target) in zip(told, lines)) >= 12, "of 16 that it has not seen"
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(trained, files, tmp_path, monkeypatch):
@@ -124,4 +124,5 @@ def test_parameters_of_another_config_are_refused_and_nothing_is_written(tmp_pat
 def test_the_scripts_defaults_are_the_plans():
   source = (Path(__file__).parents[2] / "scripts" / "train.py").read_text()
   for field in dataclasses.fields(Plan):
-    assert re.search(rf'flags\.DEFINE_\w+\("{field.name}", {re.escape(str(field.default))},', source), field.name
+    (given,) = re.findall(rf'flags\.DEFINE_\w+\("{field.name}", ([^,]+),', source)
+    assert float(given) == field.default, field.name

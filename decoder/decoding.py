@@ -193,13 +193,14 @@ class Decoding:
 
   def results(self, load_s: float) -> list[Result]:
     """What became of each request."""
-    return [self._result(row, load_s) for row in range(len(self.requests))]
+    told_B = self._speculated(self.state)
+    return [self._result(row, load_s, told_B[row]) for row in range(len(self.requests))]
 
   def _elapsed(self) -> float:
     """Milliseconds from the start, without compilation."""
     return (time.perf_counter() - self._start - self._compile_s) * 1e3
 
-  def _result(self, row: int, load_s: float) -> Result:
+  def _result(self, row: int, load_s: float, speculated: Any) -> Result:
     request, reader, report, times = self.requests[row], self.readers[row], self.reports[row], self._times[row]
     first, further = (times[0] if times else None), len(times) - 1
     tpot = (times[-1] - times[0]) / further if further > 0 else None
@@ -217,7 +218,7 @@ class Decoding:
     return Result(
       reader.text, request.read_ids, tuple(reader.token_ids), reader.finish_reason or "cancelled",
       reader.stop_reason, truncated, request.seed, request.settings, timings, request.sample,
-      report.logprobs(), report.prompt_logprobs(), report.explanation(), speculated=self._speculated(self.state, row),
+      report.logprobs(), report.prompt_logprobs(), report.explanation(), speculated=speculated,
     )  # fmt: skip
 
 

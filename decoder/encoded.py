@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decoder.beam_programs import BeamPrograms
-from decoder.cache import Cache, Raw, allocate
+from decoder.cache import Cache
 from decoder.programs import SMALLEST_CHUNK, Programs, bucket, signature
 from decoder.reader import Request
 from decoder.strategies import State
@@ -26,8 +26,8 @@ class EncodedPrograms(Programs):
 
   def _encode(self, state: State, source_BS: np.ndarray, length_B: np.ndarray) -> State:
     def program(params: Any, state: State, source_BS: Array, length_B: Array) -> State:
-      positions_BS = jnp.broadcast_to(jnp.arange(source_BS.shape[1], dtype=jnp.int32)[None], source_BS.shape)
-      positions_BS = jnp.where(positions_BS < length_B[:, None], positions_BS, NONE)
+      positions_1S = jnp.arange(source_BS.shape[1], dtype=jnp.int32)[None]
+      positions_BS = jnp.where(positions_1S < length_B[:, None], positions_1S, NONE)
       return state.replace(cache=self._network.encode(params, source_BS, positions_BS, state.cache))
 
     arguments = (state, source_BS, length_B)
@@ -35,8 +35,7 @@ class EncodedPrograms(Programs):
     return self._compile_with_params(key, what, program, *arguments)(*arguments)
 
   def _allocate(self, rows: int, capacity: int, fields: dict[str, Any]) -> Cache:
-    codec, spec = Raw(self._network.dtype, bits=True), self._network.cache_spec
-    return allocate(spec, rows, capacity, codec=codec, source=fields["source_BS"].shape[1])
+    return super()._allocate(rows, capacity, fields, source=fields["source_BS"].shape[1])
 
 
 class EncodedBeamPrograms(EncodedPrograms, BeamPrograms):

@@ -222,8 +222,8 @@ class LM:
     if key not in self._programs:
       vocab = self.tokenizer.vocab_size if self.tokenizer else None
       plain, beams = self.kinds
-      guesses = each[0].speculate != "off"
-      kind = beams if each[0].searches else GuidedPrograms if guided else SpeculatingPrograms if guesses else plain
+      asked = ((each[0].searches, beams), (guided, GuidedPrograms), (each[0].speculate != "off", SpeculatingPrograms))
+      kind = next((kind for wanted, kind in asked if wanted), plain)
       self._programs[key] = kind(self.network, self.params, each[0], full, inspect, vocab, self._clock)
     return self._programs[key]
 

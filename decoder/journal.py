@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from decoder.checkpoint.atomic import write_file
+
 _COMPLETE = "complete"
 
 
@@ -47,9 +49,7 @@ class Journal:
     """To be called once the file is whole and closed."""
     with self.target.open("rb") as file:
       os.fsync(file.fileno())
-    whole = self.path.with_name(f"{self.path.name}.new")
-    whole.write_bytes(_line({**self._identity, _COMPLETE: True}))
-    os.replace(whole, self.path)
+    write_file(self.path, _line({**self._identity, _COMPLETE: True}))
     self.complete = True
 
   def __enter__(self) -> "Journal":

@@ -89,9 +89,9 @@ class Programs:
     """The state of the chain for one row with these settings."""
     return settings.chain(self._full).init()
 
-  def speculated(self, state: State, row: int) -> Any:
-    """What guessing ahead came to in a row; None where nothing was guessed ahead."""
-    return None
+  def speculated(self, state: State) -> list[Any]:
+    """What guessing ahead came to in each row; None where nothing was guessed ahead."""
+    return [None] * state.length_B.shape[0]
 
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> Any:
     """A State for the requests in `fields` (numpy, see `_begin`), on a new cache or on `cache`, which is given away."""
@@ -230,8 +230,8 @@ class Programs:
     after, emission = self._draw(rest, logits_BV, masks_BW)(rest, logits_BV, masks_BW)
     return after.replace(cache=state.cache), emission
 
-  def _allocate(self, rows: int, capacity: int, fields: dict[str, Any]) -> Any:
-    return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype, bits=True))
+  def _allocate(self, rows: int, capacity: int, fields: dict[str, Any], **more: Any) -> Any:
+    return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype, bits=True), **more)
 
   def _start_of_last(self, state: State, lengths: Sequence[int], held: int) -> np.ndarray:
     """Where the last chunk starts in each row; negative where it is longer than the row."""

@@ -10,6 +10,7 @@ from typing import Any
 from decoder.beam_settings import BeamSettings
 from decoder.generation_config import read_generation_config
 from decoder.sampling import plain
+from decoder.strategies.speculative import SIZES
 from decoder.text.constraints import Spec, read_spec
 
 MOST_ALTERNATIVES = 1000  # that can be asked for with a log-prob
@@ -121,7 +122,7 @@ class Settings(BeamSettings):
       raise ValueError("prompt_logprobs are of the model without guidance; set guidance_scale to 1, or use score()")
     if self.speculate not in ("off", "lookup"):
       raise ValueError(f"speculate must be 'off' or 'lookup', got {self.speculate!r}")
-    if self.draft_tokens not in (1, 3, 7) or isinstance(self.draft_tokens, bool):
+    if self.draft_tokens not in SIZES or isinstance(self.draft_tokens, bool):
       raise ValueError(f"draft_tokens must be 1, 3 or 7, one less than a block, got {self.draft_tokens!r}")
     constrained = self.constraint() is not None
     if self.speculate != "off" and (constrained or self.searches or scale != 1):

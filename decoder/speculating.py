@@ -36,9 +36,10 @@ class SpeculatingPrograms(Programs):
   def numbers(self, settings: Settings) -> Any:
     return drafting(settings.chain(self._full), self._proposer).init()
 
-  def speculated(self, state: State, row: int) -> Speculated:
-    so_far = jax.device_get(state.settings)
-    return Speculated(*(int(x[row]) for x in (so_far.steps, so_far.drafted, so_far.accepted)))
+  def speculated(self, state: State) -> list[Speculated]:
+    so_far = state.settings
+    counts = jax.device_get((so_far.steps, so_far.drafted, so_far.accepted))
+    return [Speculated(*map(int, row)) for row in zip(*counts)]
 
   def _loop(self, state: State) -> Callable:
     def program(params: Any, state: State, limit: Array) -> Run:

@@ -12,7 +12,6 @@ cores, float32. Prints tokens a second of the texts that are given back, and the
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +51,10 @@ def main() -> None:
 
 
 def compare(beams: int, works: dict[str, Any]) -> None:
-  times: dict[str, list[float]] = {name: [] for name in works}
-  for work in works.values():
-    work()
-  for _ in range(FLAGS.rounds):
-    for name, work in works.items():
-      start = time.perf_counter()
-      work()
-      times[name].append(time.perf_counter() - start)
-  written = FLAGS.batch * FLAGS.tokens
+  from decoder.measure.latency import alternating
+
+  times = alternating(works, FLAGS.rounds)
+  written = 1e3 * FLAGS.batch * FLAGS.tokens
   rates = {name: written / statistics.median(spent) for name, spent in times.items()}
   ratios = [a / b for a, b in zip(*times.values())]
   print(

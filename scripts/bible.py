@@ -24,6 +24,7 @@ flags.DEFINE_string("out", None, "Directory to write the three files to.")
 def main() -> None:
   if FLAGS.out is None:
     raise ValueError("--out is missing; see --help")
+  from decoder.checkpoint.atomic import write_file
   from decoder.training import verses
 
   found = verses.verses(Path(FLAGS.sword))
@@ -34,9 +35,7 @@ def main() -> None:
   out = Path(FLAGS.out)
   out.mkdir(parents=True, exist_ok=True)
   for name in verses.SETS:
-    aside = out / f".{name}.partial"
-    aside.write_text("".join(lines[name]), encoding="utf-8")
-    aside.replace(out / f"{name}.tsv")
+    write_file(out / f"{name}.tsv", "".join(lines[name]).encode())
   sizes = ", ".join(f"{name} {len(lines[name])}" for name in verses.SETS)
   print(
     f"{out}: {sizes} pairs; left out {len(found) - len(kept)} of {len(found)}, numbered differently in the two texts"

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all.
+"""Directories and files that appear whole or not at all.
 
 Work happens in a hidden sibling, held by a lock for as long as its process lives, and is renamed at the end. A killed
 process loses its lock, so the next run can tell its remains from another process's work and removes them.
@@ -14,6 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from decoder.checkpoint.errors import CheckpointError
+
+
+def write_file(path: Path, content: bytes) -> None:
+  """Writes or replaces a file. OSError where its directory cannot be written; nothing is left behind then."""
+  handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+  try:
+    with os.fdopen(handle, "wb") as file:
+      file.write(content)
+    os.chmod(name, 0o644)  # mkstemp's 0600 would hide it from other users
+    os.replace(name, path)
+  except BaseException:
+    os.unlink(name)
+    raise
 
 
 @contextlib.contextmanager

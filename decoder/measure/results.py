@@ -1,11 +1,11 @@
 """What came of a measurement, to read, to keep and to compare: a table, a JSON file, ratios to an earlier one."""
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from decoder.checkpoint.atomic import write_file
 
 AXES = ("weights", "cache", "batch", "prompt", "position", "capacity")  # what tells points apart
 FIGURES = {  # heading and format of a column
@@ -39,16 +39,7 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 def write(path: Path, results: dict[str, Any]) -> None:
   """Writes results as JSON, whole or not at all."""
-  handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-  try:
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-      json.dump(results, file, indent=2, allow_nan=False)
-      file.write("\n")
-    os.chmod(name, 0o644)  # mkstemp's 0600 would hide it from other users
-    os.replace(name, path)
-  except BaseException:
-    os.unlink(name)
-    raise
+  write_file(path, (json.dumps(results, indent=2, allow_nan=False) + "\n").encode())
 
 
 def read(path: Path) -> dict[str, Any]:

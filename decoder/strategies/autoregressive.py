@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from decoder.cache import Cache
 from decoder.sampling import Context, Drawn, LogitTransform, categorical, nothing
@@ -70,19 +71,15 @@ def autoregressive(
     return state.replace(cache=cache), last_logits(model, params, features_BTD, state.positions_BT)
 
   def draw(state: State, raw_BV: Array, allowed_BV: Array | None = None) -> tuple[State, Emission]:
-    peak_B, logits_BV = jnp.max(raw_BV, axis=-1), raw_BV
-    if vocab_size is not None and vocab_size < logits_BV.shape[-1]:
-      logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1])[None] < vocab_size, logits_BV, -jnp.inf)
+    logits_BV = without_padding(raw_BV, vocab_size)
     if allowed_BV is not None:
       logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
     at_B = jax.vmap(jax.random.fold_in)(state.key_B, state.length_B)
     context_B = Context(state.context_BL, state.length_B, state.prompt_B, state.ends_BE, state.limit_B, at_B)
     draw_rows = jax.vmap(draw_row, in_axes=(None, 0, 0, 0, 0))
     drawn_B, settings = draw_rows(chain, raw_BV, logits_BV, state.settings, context_B)
-    # The first tells of the model, the second of masks and transforms: whether they left anything to draw.
-    sound_B = jnp.isfinite(peak_B) & jnp.isfinite(jnp.max(drawn_B.kept_V, axis=-1))
     details = jax.tree.map(lambda x: x[:, None], jax.vmap(inspect)(drawn_B))
-    return _emit(state.replace(settings=settings), drawn_B.token, sound_B, details)
+    return _emit(state.replace(settings=settings), drawn_B.token, sound(drawn_B), details)
 
   return Strategy(init, forward, draw)
 
@@ -131,6 +128,27 @@ def release(state: State, rows_B: Array) -> State:
   return state.replace(finish_B=finish_B.astype(jnp.int8), positions_BT=positions_BT)
 
 
+def without_padding(logits: Array, vocab_size: int | None) -> Array:
+  """Logits [..., V], −inf at ids that no text has; None: all ids stand for something."""
+  if vocab_size is None or vocab_size >= logits.shape[-1]:
+    return logits
+  ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+  return jnp.where(ids < vocab_size, logits, -jnp.inf)
+
+
+def sound(drawn: Drawn) -> Array:
+  """Whether a draw, of a row or of each of several, means anything: the model's logits were finite, and masks and
+  transforms left something to draw."""
+  return jnp.isfinite(jnp.max(drawn.raw_V, axis=-1)) & jnp.isfinite(jnp.max(drawn.kept_V, axis=-1))
+
+
+def finish_after(token: Array, is_sound: Array, length: Array, ends: Array, limit: Array) -> Array:
+  """How a row, or each of several, stands after a token drawn at position `length`: int8, a `Finish`."""
+  stopped = jnp.any(jnp.expand_dims(token, -1) == ends, axis=-1)
+  finish = jnp.where(stopped, Finish.STOP, jnp.where(length + 1 >= limit, Finish.LENGTH, Finish.RUNNING))
+  return jnp.where(is_sound, finish, Finish.ERROR).astype(jnp.int8)
+
+
 def draw_row(
   chain: LogitTransform, raw_V: Array, logits_V: Array, settings: Any, context: Context
 ) -> tuple[Drawn, Any]:
@@ -144,12 +162,8 @@ def _emit(state: State, token_B: Array, sound_B: Array, details: Any) -> tuple[S
   """Appends the drawn tokens to running rows and says what ended."""
   running_B = state.finish_B == Finish.RUNNING
   drawn_B = running_B & sound_B
-  stopped_B = jnp.any(token_B[:, None] == state.ends_BE, axis=-1)
-  length_B = state.length_B + drawn_B
-  finish_B = jnp.where(length_B >= state.limit_B, Finish.LENGTH, Finish.RUNNING)
-  finish_B = jnp.where(stopped_B, Finish.STOP, finish_B)
-  finish_B = jnp.where(sound_B, finish_B, Finish.ERROR)
-  finish_B = jnp.where(running_B, finish_B, state.finish_B).astype(jnp.int8)
+  finish_B = finish_after(token_B, sound_B, state.length_B, state.ends_BE, state.limit_B)
+  finish_B = jnp.where(running_B, finish_B, state.finish_B)
   rows = jnp.arange(token_B.shape[0])
   slot_B = jnp.where(drawn_B, state.length_B, state.context_BL.shape[1])  # past the end: dropped
   goes_on_B = finish_B == Finish.RUNNING
@@ -157,7 +171,7 @@ def _emit(state: State, token_B: Array, sound_B: Array, details: Any) -> tuple[S
     tokens_BT=token_B[:, None],
     positions_BT=jnp.where(goes_on_B, state.length_B, NONE)[:, None],
     context_BL=state.context_BL.at[rows, slot_B].set(token_B, mode="drop"),
-    length_B=length_B,
+    length_B=state.length_B + drawn_B,
     finish_B=finish_B,
   )
   return state, Emission(token_B[:, None], drawn_B.astype(jnp.int32), Info(finish_B, details))

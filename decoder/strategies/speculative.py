@@ -19,10 +19,11 @@ from flax import struct
 from jax import lax
 
 from decoder.sampling import Context, Drawn, LogitTransform, nothing
-from decoder.strategies.autoregressive import Finish, State, draw_row, init
+from decoder.strategies.autoregressive import Finish, State, draw_row, finish_after, init, sound, without_padding
 from decoder.types import NONE, Array, Emission, Info, Model, Params, Strategy
 
 BLOCKS = (1, 2, 4, 8)  # tokens read at once: a step compiles one forward pass for each
+SIZES = tuple(block - 1 for block in BLOCKS[1:])  # guesses that fill a block, with the token before them
 
 
 class Drafts(NamedTuple):
@@ -82,10 +83,10 @@ def speculative(
   """Draws 1 … size + 1 tokens a row and step, by the law of `autoregressive` with the same arguments.
 
   It goes on from a State that has read its prompt and drawn a token, with `Drafting` as its settings. size: most
-  guesses, one less than one of BLOCKS. ValueError for another.
+  guesses, one of SIZES. ValueError for another.
   """
-  if size + 1 not in BLOCKS[1:]:
-    raise ValueError(f"size must be one of {', '.join(str(block - 1) for block in BLOCKS[1:])}, got {size!r}")
+  if size not in SIZES:
+    raise ValueError(f"size must be one of {', '.join(map(str, SIZES))}, got {size!r}")
 
   def forward(params: Params, state: State) -> tuple[State, Array]:
     """Logits after the row's last token and after each guess: [B, size + 1, V]."""
@@ -170,26 +171,21 @@ def _judge(
   """Draws tokens at one position after the other, as long as they are the guesses."""
 
   def drawn(j: Array, settings: Any, context_L: Array) -> tuple[Drawn, Any]:
-    raw_V = offered_V = raw_JV[j]
-    if vocab_size is not None and vocab_size < raw_V.shape[0]:
-      offered_V = jnp.where(jnp.arange(raw_V.shape[0]) < vocab_size, raw_V, -jnp.inf)
-    at = jax.random.fold_in(key, length + j)
-    return draw_row(chain, raw_V, offered_V, settings, Context(context_L, length + j, prompt, ends_E, limit, at))
+    context = Context(context_L, length + j, prompt, ends_E, limit, jax.random.fold_in(key, length + j))
+    return draw_row(chain, raw_JV[j], without_padding(raw_JV[j], vocab_size), settings, context)
 
   def body(now: _Judged) -> _Judged:
     draw, after = drawn(now.j, now.settings, now.context_L)
-    sound = jnp.isfinite(jnp.max(draw.raw_V)) & jnp.isfinite(jnp.max(draw.kept_V))
-    full = length + now.j + 1 >= limit
-    finish = jnp.where(jnp.any(draw.token == ends_E), Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.RUNNING))
-    finish = jnp.where(sound, finish, Finish.ERROR).astype(jnp.int8)
+    is_sound = sound(draw)
+    finish = finish_after(draw.token, is_sound, length + now.j, ends_E, limit)
     guess = guesses_K[jnp.minimum(now.j, guesses_K.shape[0] - 1)]
-    here = jnp.where(sound, length + now.j, context_L.shape[0])  # past the end: dropped
+    here = jnp.where(is_sound, length + now.j, context_L.shape[0])  # past the end: dropped
     return _Judged(
-      now.j + sound,
+      now.j + is_sound,
       (finish == Finish.RUNNING) & (now.j < drafted) & _kept(draw.token, guess),
       now.tokens_J.at[now.j].set(draw.token),
       jax.tree.map(lambda all_, new: all_.at[now.j].set(new), now.details, inspect(draw)),
-      jax.tree.map(lambda old, new: jnp.where(sound, new, old), now.settings, after),
+      jax.tree.map(lambda old, new: jnp.where(is_sound, new, old), now.settings, after),
       now.context_L.at[here].set(draw.token, mode="drop"),
       finish,
     )

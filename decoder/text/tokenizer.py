@@ -6,6 +6,7 @@ first rewritten as those files (`vocabulary.py`), so there is one way to read ea
 written. The rules for BOS, EOS and special tokens are here; incremental text is `detokenizer.py`.
 """
 
+import abc
 import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from decoder.text.config import PIECES, TOKENIZER_FILES, TURN_ENDS, VOCABULARIES
 from decoder.text.detokenizer import ByteDetokenizer, DecodeRule, Detokenizer
 
 
-class Tokenizer:
+class Tokenizer(abc.ABC):
   """A tokenizer read from files. A subclass gives `_encode`, `find` and `_make_bytes`, and calls `_set_tokens` and
   `_set_rule`.
 
@@ -80,9 +81,9 @@ class Tokenizer:
       raise ValueError(f"the tokenizer has no tokens for all of {text!r}; it writes it as {written!r}")
     return list(dict.fromkeys(ids for ids in found if ids and unknown not in ids))
 
+  @abc.abstractmethod
   def find(self, text: str) -> int | None:
     """The id of the token with this text, as the vocabulary writes it; None if there is none."""
-    raise NotImplementedError
 
   def encode_chat(
     self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables
@@ -133,14 +134,14 @@ class Tokenizer:
     """File contents by name; written to a directory, `load_tokenizer` reads the same tokenizer from it."""
     return dict(self._files)
 
-  def _encode(self, text: str) -> list[int]:
-    raise NotImplementedError
+  @abc.abstractmethod
+  def _encode(self, text: str) -> list[int]: ...
 
   def _encode_inside(self, text: str) -> list[int]:
     return self._encode(text)
 
-  def _make_bytes(self, token: int) -> bytes:
-    raise NotImplementedError
+  @abc.abstractmethod
+  def _make_bytes(self, token: int) -> bytes: ...
 
   def _checked(self, text: str) -> str:
     if not isinstance(text, str):

@@ -63,8 +63,7 @@ def translation_loss(network: Network, start: int) -> Any:
     cache = network.encode(params, jnp.maximum(pairs.source_BS, 0), positions(pairs.source_BS), cache)
     first_B1 = jnp.full((rows, 1), start, jnp.int32)
     shown_BT = jnp.concatenate([first_B1, pairs.shown_BT[:, :-1]], axis=1)
-    # Where the target ends, what is shown has one token less: its end token is never shown.
-    there_BT = positions(pairs.target_BT)
+    there_BT = positions(pairs.target_BT)  # as many are shown as asked: the start in front, the end token left out
     features_BTD, _ = network.model.forward(params, jnp.maximum(shown_BT, 0), there_BT, cache)
     logits_NV = network.model.head(params, features_BTD.reshape(-1, features_BTD.shape[-1]))
     return cross_entropy(logits_NV, pairs.target_BT.reshape(-1), smoothing)

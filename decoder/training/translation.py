@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import optax
 
 from decoder import checkpoint
+from decoder.checkpoint.atomic import write_file
 from decoder.models import registry
 from decoder.training import loop
 from decoder.training.loss import translation_loss
@@ -127,7 +127,7 @@ def _keep_plan(plan: Plan, out: Path) -> None:
     ]
     if changed:
       raise ValueError(f"{out} holds a run with {', '.join(changed)}; give another directory, or remove it")
-  _write(file, (json.dumps(now, indent=2) + "\n").encode())
+  write_file(file, (json.dumps(now, indent=2) + "\n").encode())
 
 
 def _vocabulary(file: Path, pairs: list[tuple[str, str]], size: int) -> bytes:
@@ -145,7 +145,7 @@ def _vocabulary(file: Path, pairs: list[tuple[str, str]], size: int) -> bytes:
     )  # fmt: skip
   except RuntimeError as error:
     raise ValueError(f"vocab_size {size} does not suit these {len(pairs)} pairs: {error}") from error
-  _write(file, made.getvalue())
+  write_file(file, made.getvalue())
   return made.getvalue()
 
 
@@ -166,9 +166,3 @@ def _matrices(params: Any) -> Any:
     return optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 and not table else None
 
   return jax.tree_util.tree_map_with_path(mark, params)
-
-
-def _write(file: Path, content: bytes) -> None:
-  aside = file.with_name(file.name + ".partial")
-  aside.write_bytes(content)
-  os.replace(aside, file)

@@ -26,22 +26,22 @@ def whole(network):
   return allocate(network.cache_spec, 2, network.context, layout=Whole, encoded=Whole)
 
 
+def check_the_same(logits, network, params, cache):
+  there = POSITIONS.reshape(-1) >= 0
+  got, want = (np.asarray(logits(params, network, one))[there] for one in (whole(network), cache))
+  np.testing.assert_allclose(got, want, atol=1e-4)
+
+
 @pytest.mark.parametrize("variant", ["rope", "gqa", "window", "absolute"])
 def test_a_language_model_says_the_same(variant):
   network, params = rand_lm(variant)
-  want = language_logits(params, network, cache_for(network, 2, 16))
-  got = language_logits(params, network, whole(network))
-  there = POSITIONS.reshape(-1) >= 0
-  np.testing.assert_allclose(np.asarray(got)[there], np.asarray(want)[there], atol=1e-4)
+  check_the_same(language_logits, network, params, cache_for(network, 2, 16))
 
 
 @pytest.mark.parametrize("name", ["t5", "nllb"])
 def test_a_translator_says_the_same(name):
   network, params = tiny(name)
-  want = translated_logits(params, network, allocate(network.cache_spec, 2, 16, source=16))
-  got = translated_logits(params, network, whole(network))
-  there = POSITIONS.reshape(-1) >= 0
-  np.testing.assert_allclose(np.asarray(got)[there], np.asarray(want)[there], atol=1e-4)
+  check_the_same(translated_logits, network, params, allocate(network.cache_spec, 2, 16, source=16))
 
 
 @pytest.mark.parametrize("name", ["t5", "nllb"])

@@ -28,19 +28,20 @@ def pair(tmp_path_factory):
   return load
 
 
-def combination(seed, beams):
-  """Settings in our names: most of what transformers can be asked."""
+def combination(seed, beams, least=3, penalties=(-1.0, 0.0, 0.5, 1.0, 1.7, 2.0)):
+  """Settings in our names, most of what transformers can be asked, and ids to read. least: of max_new_tokens."""
   rng = np.random.default_rng([seed, beams])
-  most = int(rng.integers(3, NEW + 1))
+  most = int(rng.integers(least, NEW + 1))
   return dict(
-    num_beams=beams, n=beams, length_penalty=float(rng.choice([-1.0, 0.0, 0.5, 1.0, 1.7, 2.0])),
+    num_beams=beams, n=beams, length_penalty=float(rng.choice(penalties)),
     early_stopping=[True, False, "never"][rng.integers(3)], max_new_tokens=most,
     min_new_tokens=int(rng.integers(0, most)) if rng.random() < 0.5 else 0,
   ), rng.integers(4, 199, int(rng.integers(1, 30))).tolist()  # fmt: skip
 
 
-def theirs(model, prompt, settings, **more):
-  """(score, new tokens) of each hypothesis, the best first."""
+def theirs(model, prompt, settings, begin=None, **more):
+  """(score, new tokens) of each hypothesis, the best first. begin: where those start; None: after the prompt."""
+  begin = len(prompt) if begin is None else begin
   names = ("num_beams", "length_penalty", "early_stopping", "max_new_tokens", "min_new_tokens")
   ids = torch.tensor([prompt])
   asked = {name: settings[name] for name in names if settings.get(name)}
@@ -50,7 +51,7 @@ def theirs(model, prompt, settings, **more):
     return_dict_in_generate=True, output_scores=True, output_logits=True, **{"pad_token_id": 1, **asked, **more},
   )  # fmt: skip
   lengths = (out.beam_indices >= 0).sum(dim=1).tolist()
-  texts = [row[len(prompt) :].tolist() for row in out.sequences]
+  texts = [row[begin:].tolist() for row in out.sequences]
   return [(float(s), tuple(text[:n])) for s, text, n in zip(out.sequences_scores, texts, lengths)], texts
 
 
@@ -64,12 +65,11 @@ def compare(got, want):
   np.testing.assert_allclose([score for score, _ in got], [score for score, _ in want], rtol=1e-5, atol=1e-4)
 
 
-def check(pair, name, beams, seeds):
-  model, lm = pair(name)
+def check(model, lm, combinations, **more):
+  """more: for `theirs`."""
   unlike = 0
-  for seed in seeds:
-    settings, prompt = combination(seed, beams)
-    want, _ = theirs(model, prompt, settings)
+  for settings, prompt in combinations:
+    want, _ = theirs(model, prompt, settings, **more)
     compare(mine(lm, prompt, settings), want)
     unlike += len({len(text) for _, text in want}) > 1
   lm._programs.clear()  # of this number of beams alone; a process cannot hold those of all
@@ -77,14 +77,14 @@ def check(pair, name, beams, seeds):
 
 
 def test_the_same_hypotheses(pair):
-  check(pair, "gqa", 4, range(12))
+  check(*pair("gqa"), [combination(seed, 4) for seed in range(12)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_hypotheses_of_other_models_and_beams(pair, name, beams):
-  check(pair, name, beams, range(16))
+  check(*pair(name), [combination(seed, beams) for seed in range(16)])
 
 
 def test_C10_transformers_pads_with_an_end_where_the_pad_is_id_0(pair):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity.beam_test import compare
+from parity.beam_test import NEW, check, combination
 
 import decoder
 from decoder.cache import allocate
@@ -25,7 +25,6 @@ transformers = pytest.importorskip("transformers", reason="the live comparison n
 
 V, WRITTEN, READ_AT_ONCE, TOLERANCE = 199, 40, 16, 1e-4
 LENGTHS = (50, 23)
-ENDS, NEW = [*range(3, 199, 10)], 12  # enough ends that texts end at all lengths
 PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 
 T5 = {
@@ -137,54 +136,22 @@ def test_greedy_texts_of_a_batch(pair, name):
     assert result.prompt_ids == tuple(source)
 
 
-def combination(seed, beams):
-  """Settings in our names, and a source."""
-  rng = np.random.default_rng([seed, beams])
-  most = int(rng.integers(4, NEW + 1))
-  return dict(
-    num_beams=beams, n=beams, length_penalty=float(rng.choice(PENALTIES)), max_new_tokens=most,
-    early_stopping=[True, False, "never"][rng.integers(3)],
-    min_new_tokens=int(rng.integers(0, most)) if rng.random() < 0.5 else 0,
-  ), rng.integers(4, V, int(rng.integers(1, 30))).tolist()  # fmt: skip
-
-
-def theirs(model, source, settings):
-  """(score, new tokens) of each hypothesis, the best first."""
-  names = ("num_beams", "length_penalty", "early_stopping", "max_new_tokens", "min_new_tokens")
-  ids = torch.tensor([source])
-  asked = {name: settings[name] for name in names if settings.get(name)}
-  asked["length_penalty"] = settings["length_penalty"]
-  out = model.generate(
-    ids, attention_mask=torch.ones_like(ids), do_sample=False, num_return_sequences=settings["n"], eos_token_id=ENDS,
-    pad_token_id=1, use_cache=False, return_dict_in_generate=True, output_scores=True, **asked,
-  )  # fmt: skip
-  lengths = (out.beam_indices >= 0).sum(dim=1).tolist()
-  return [(float(s), tuple(row[1 : 1 + n].tolist())) for s, row, n in zip(out.sequences_scores, out.sequences, lengths)]
-
-
-def check(pair, name, beams, seeds):
+def check_beams(pair, name, beams, seeds):
+  """Without transformers' cache, which fails for stacks of unlike depth; a text starts after the start token."""
   model, lm, _ = pair(name)
-  unlike = 0
-  for seed in seeds:
-    settings, source = combination(seed, beams)
-    want = theirs(model, source, settings)
-    results = lm.generate(source, **settings, stop_token_ids=ENDS, ignore_eos=True, include_stop=True)
-    compare([(result.score, result.token_ids) for result in results], want)
-    unlike += len({len(text) for _, text in want}) > 1
-  lm._programs.clear()  # of this number of beams alone; a process cannot hold those of all
-  assert unlike, "hypotheses of unlike lengths"
+  check(model, lm, [combination(seed, beams, 4, PENALTIES) for seed in seeds], begin=1, use_cache=False)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_hypotheses(pair, name):
-  check(pair, name, 4, range(4))
+  check_beams(pair, name, 4, range(4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_hypotheses_of_other_numbers_of_beams(pair, name, beams):
-  check(pair, name, beams, range(8))
+  check_beams(pair, name, beams, range(8))
 
 
 @pytest.mark.parametrize("both_ways", [True, False])

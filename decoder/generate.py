@@ -21,6 +21,7 @@ from decoder.beam_programs import BeamPrograms
 from decoder.checkpoint import DEFAULT, Checkpoint
 from decoder.checkpoint import load as load_checkpoint
 from decoder.decoding import Decoding, Stream
+from decoder.drafters import Drafter, find
 from decoder.guided import GuidedPrograms
 from decoder.models import registry
 from decoder.programs import LOOP, SMALLEST_CAPACITY, Clock, Programs, bucket
@@ -55,6 +56,7 @@ class LM:
     self.network = registry.build(checkpoint.config, dtype)
     self.load_s, self._clock = load_s, Clock(announce)
     self._programs: dict[tuple, Programs] = {}
+    self._drafters: dict[str, Drafter] = {}
 
   @property
   def model(self) -> Model:
@@ -222,10 +224,17 @@ class LM:
     if key not in self._programs:
       vocab = self.tokenizer.vocab_size if self.tokenizer else None
       plain, beams = self.kinds
-      asked = ((each[0].searches, beams), (guided, GuidedPrograms), (each[0].speculate != "off", SpeculatingPrograms))
+      guesses = functools.partial(SpeculatingPrograms, drafter=self.drafter(each[0].speculate))
+      asked = ((each[0].searches, beams), (guided, GuidedPrograms), (each[0].speculate != "off", guesses))
       kind = next((kind for wanted, kind in asked if wanted), plain)
       self._programs[key] = kind(self.network, self.params, each[0], full, inspect, vocab, self._clock)
     return self._programs[key]
+
+  def drafter(self, spec: str) -> Drafter | None:
+    """Who guesses ahead, as `Settings.speculate` says: loaded once; None where nobody or the text itself does."""
+    if spec not in ("off", "lookup") and spec not in self._drafters:
+      self._drafters[spec] = find(self, spec)
+    return self._drafters.get(spec)
 
   def _text(self) -> Any:
     if self.tokenizer is None:
@@ -235,6 +244,7 @@ class LM:
   def _group(self, prompt: Any, settings: Settings) -> list[Request]:
     if settings.stop or settings.stop_at_dedent:
       self._text()  # both are found in text
+    self.drafter(settings.speculate)
     if settings.has_texts:
       settings = settings.encoded(self._spellings)
     for token in settings.stop_token_ids:

@@ -37,8 +37,10 @@ class Settings(BeamSettings):
   detokenize: False leaves the text empty and the tokens as they are; stop strings cannot be found then.
   add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
   None refuses it. capacity: tokens the cache has room for; None chooses it.
-  speculate: 'lookup' guesses ahead what followed when the same tokens stood there before, and judges all guesses in one
-  pass: the same text in fewer steps; 'off'. draft_tokens: most guesses a step, 1, 3 or 7.
+  speculate: guesses ahead and judges all guesses in one pass, for fewer steps. 'lookup' guesses what followed when the
+  same tokens stood there before: the same text; 'head' has a head guess that was trained for the model, 'head:NAME'
+  another one, 'draft:NAME' a smaller model: the same law, and at temperature 0 the same text; 'off'. draft_tokens: most
+  guesses a step, 1, 3 or 7.
   src, tgt: the languages of the text and of its translation, by their codes in the model's vocabulary; only for models
   that have such.
   logprobs: number of alternatives to report with each token's log-prob and rank, 0 for none but its own; None reports
@@ -120,8 +122,7 @@ class Settings(BeamSettings):
       raise ValueError("negative_prompt does nothing at guidance_scale 1; set guidance_scale, to 1.5 say")
     if self.prompt_logprobs and scale != 1:
       raise ValueError("prompt_logprobs are of the model without guidance; set guidance_scale to 1, or use score()")
-    if self.speculate not in ("off", "lookup"):
-      raise ValueError(f"speculate must be 'off' or 'lookup', got {self.speculate!r}")
+    _drafter("speculate", self.speculate)
     if self.draft_tokens not in SIZES or isinstance(self.draft_tokens, bool):
       raise ValueError(f"draft_tokens must be 1, 3 or 7, one less than a block, got {self.draft_tokens!r}")
     constrained = self.constraint() is not None
@@ -196,6 +197,13 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
   if not good:
     raise ValueError(f"{name} must be a list of token ids, integers ≥ 0, got {value!r}")
   return tuple(int(i) for i in value)
+
+
+def _drafter(name: str, value: Any) -> None:
+  """Who guesses ahead: 'off', 'lookup', 'head', or KIND:NAME."""
+  kind, _, named = value.partition(":") if isinstance(value, str) else ("", "", "")
+  if value not in ("off", "lookup", "head") and (kind not in ("head", "draft") or not named):
+    raise ValueError(f"{name} must be 'off', 'lookup', 'head', 'head:NAME' or 'draft:NAME', got {value!r}")
 
 
 def _whole(name: str, value: Any, low: int, high: int | None) -> None:

@@ -6,32 +6,39 @@ from typing import Any
 import jax
 import numpy as np
 
+from decoder.drafters import Drafter
+from decoder.models.registry import Network
 from decoder.programs import LOOP, Programs, signature
 from decoder.result import Speculated
 from decoder.sampling import Drawn
 from decoder.settings import Settings
-from decoder.strategies import Proposer, State, autoregressive, drafting, lookup, run, speculative
+from decoder.strategies import Accompanied, Both, State, accompanied, autoregressive, drafted, drafting, lookup, run
 from decoder.strategies.loop import Run
+from decoder.strategies.speculative import speculative
 from decoder.types import Array
-
-PROPOSERS: dict[str, Callable[[], Proposer]] = {"lookup": lookup}
 
 
 class SpeculatingPrograms(Programs):
-  """`Programs` whose loop guesses ahead, as `settings.speculate` says."""
+  """`Programs` whose loop guesses ahead, as `settings.speculate` says. drafter: who guesses; None: the text itself."""
 
   def __init__(
-    self, network: Any, params: Any, settings: Settings, full: bool, inspect: Callable, vocab_size: int | None,
-    clock: Any,
+    self, network: Network, params: Any, settings: Settings, full: bool, inspect: Callable, vocab_size: int | None,
+    clock: Any, drafter: Drafter | None = None,
   ):  # fmt: skip
+    self._drafter, chain = drafter, settings.chain(full)
+    proposer = lookup()
+    if drafter is not None:
+      network = network._replace(model=accompanied(network.model, drafter.companion))
+      params, self.cache_type = Both(params, drafter.params), Accompanied
+      proposer = drafted(drafter.companion, chain, vocab_size, drafter.each)
     super().__init__(network, params, settings, full, inspect, vocab_size, clock)
-    self._proposer, self._size, chain = PROPOSERS[settings.speculate](), settings.draft_tokens, settings.chain(full)
+    self._proposer, self._size = proposer, settings.draft_tokens
 
     def inspect_first(drawn: Drawn) -> Any:
       return inspect(drawn._replace(settings=drawn.settings.settings))
 
-    self._strategy = autoregressive(network.model, drafting(chain, self._proposer), vocab_size, inspect_first)
-    self._further = speculative(network.model, chain, self._proposer, self._size, vocab_size, inspect)
+    self._strategy = autoregressive(network.model, drafting(chain, proposer), vocab_size, inspect_first)
+    self._further = speculative(network.model, chain, proposer, self._size, vocab_size, inspect)
 
   def numbers(self, settings: Settings) -> Any:
     return drafting(settings.chain(self._full), self._proposer).init()
@@ -40,6 +47,12 @@ class SpeculatingPrograms(Programs):
     so_far = state.settings
     counts = jax.device_get((so_far.steps, so_far.drafted, so_far.accepted))
     return [Speculated(*map(int, row)) for row in zip(*counts)]
+
+  def _allocate(self, rows: int, capacity: int, fields: dict[str, Any]) -> Any:
+    cache = super()._allocate(rows, capacity, fields)
+    if self._drafter is None:
+      return cache
+    return Accompanied.around(cache, self._drafter.companion.allocate(rows, capacity))
 
   def _loop(self, state: State) -> Callable:
     def program(params: Any, state: State, limit: Array) -> Run:

@@ -43,13 +43,13 @@ def main() -> None:
     if FLAGS[name].value is None:
       raise ValueError(f"--{name} is missing; see --help")
   from decoder.measure import plots
-  from decoder.training import translation
+  from decoder.training import loop, translation
 
   plots.check()
   plan = translation.Plan(**{field.name: FLAGS[field.name].value for field in dataclasses.fields(translation.Plan)})
   out, start = Path(FLAGS.out), time.perf_counter()
   model = translation.train(plan, Path(FLAGS.data), Path(FLAGS.valid), out, weights=entry.weights())
-  log = translation.read_log(out)
+  log = loop.read_log(out)
   plots.draw_training(log, out / "loss.png")
   last = log[-1]
   print(

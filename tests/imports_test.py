@@ -24,7 +24,9 @@ FLOORS = {
   "measure": 5,
   **dict.fromkeys(("settings", "result", "report", "programs", "prompts", "reader", "constrained", "guided"), 5),
   **dict.fromkeys(("generation_config", "decoding", "session", "score", "view", "generate"), 5),
-  **dict.fromkeys(("beam_settings", "beam_programs", "searching", "encoded", "translator", "speculating"), 5),
+  **dict.fromkeys(
+    ("beam_settings", "beam_programs", "searching", "encoded", "translator", "speculating", "drafters"), 5
+  ),
   **dict.fromkeys(("translating", "journal"), 5),
 }
 BANS = {"strategies": {"models"}, "models": {"strategies", "sharding"}}

@@ -5,9 +5,11 @@ from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.hub import DEFAULT, registered, resolve
 from decoder.checkpoint.loading import Checkpoint, load, open_source
 from decoder.checkpoint.orbax import verify
+from decoder.checkpoint.weights import KEEP
 
 __all__ = [
   "DEFAULT",
+  "KEEP",
   "Checkpoint",
   "CheckpointError",
   "convert",

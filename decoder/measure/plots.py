@@ -51,22 +51,27 @@ def check() -> None:
 
 
 def draw_training(log: Sequence[Point], file: Path) -> None:
-  """Loss of a training run against its steps, from the lines of its log."""
+  """Loss of a training run against its steps, from the lines of its log; beside it the shares of guesses kept, where a
+  head was trained to guess."""
   check()
   from matplotlib.figure import Figure
 
-  figure = Figure(_SIZE, layout="constrained")
-  axes = figure.subplots()
-  for name, label, colour in (
-    ("loss", "training, smoothed targets", _COLOURS[5]),
-    ("held_out", "held out", _COLOURS[0]),
-  ):
-    axes.plot(
-      [line["step"] for line in log], [line[name] for line in log], "o-", label=label, color=colour, markersize=3
-    )
+  kept = sorted(name for name in log[-1] if name.startswith("kept_"))
+  wide, high = _SIZE
+  figure = Figure((wide * 1.5, high) if kept else _SIZE, layout="constrained")
+  axes, *others = figure.subplots(1, 2 if kept else 1, squeeze=False)[0]
+  steps = [line["step"] for line in log]
+  for name, label, colour in (("loss", "training", _COLOURS[5]), ("held_out", "held out", _COLOURS[0])):
+    axes.plot(steps, [line[name] for line in log], "o-", label=label, color=colour, markersize=3)
   axes.set(xlabel="step", ylabel="nats a token", title="Training")
-  axes.legend(frameon=False)
-  axes.grid(alpha=0.3)
+  for other in others:
+    for number, name in enumerate(kept):
+      label = f"guess {name.removeprefix('kept_')}"
+      other.plot(steps, [line[name] for line in log], "o-", label=label, color=_COLOURS[number], markersize=3)
+    other.set(xlabel="step", ylabel="share kept at temperature 1", title="Guesses, held out", ylim=(0, 1))
+  for one in (axes, *others):
+    one.legend(frameon=False)
+    one.grid(alpha=0.3)
   figure.savefig(file, dpi=_DPI)
 
 

@@ -138,6 +138,11 @@ class Layer(nn.Module):
       return blocks.GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, name="mlp")(normed, x_BTD), cache
 
 
+def tables(params: Mapping[str, Any]) -> tuple[Any, Any]:
+  """(vectors_VD of tokens, logits_VD that makes logits of features), of a Llama's parameters."""
+  return params["embed"]["weight"], params.get("head", params["embed"])["weight"]
+
+
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
   """`rope_parameters` as transformers 5 writes them, from either spelling of config.json."""
   merged = {"rope_theta": config.get("rope_theta", 10000.0)}

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from decoder.cache import LayerSpec, allocate
-from decoder.models import bart, t5
+from decoder.models import bart, llama, t5
+from decoder.models.draft_head import DraftHead
 from decoder.models.llama import Llama, LlamaConfig
 from decoder.models.seq2seq import Seq2Seq
 from decoder.types import Array, Model
@@ -25,10 +26,14 @@ ARCHITECTURES = {
 }
 
 
+HEADS = {"draft_head": (LlamaConfig.from_dict, DraftHead)}  # trained beside a model, and none by themselves
+
+
 class Network(NamedTuple):
   """A built model: `model` is what strategies take, `cache_spec` what `cache.allocate` takes, `context` the longest
   sequence it was made for, in tokens; `dtype` the type it computes in. encode: of an encoder–decoder, (params,
-  tokens_BS, positions_BS, cache) -> cache, which writes what the model looks at while it decodes; else None."""
+  tokens_BS, positions_BS, cache) -> cache, which writes what the model looks at while it decodes; else None. tables: of
+  what a draft head can follow, (params) -> (vectors_VD of tokens, logits_VD that makes logits of features)."""
 
   model: Model
   cache_spec: tuple[LayerSpec, ...]
@@ -36,13 +41,28 @@ class Network(NamedTuple):
   context: int
   dtype: Any
   encode: Callable | None = None
+  tables: Callable | None = None
 
 
 def build(config: Mapping[str, Any], dtype: Any = jnp.float32) -> Network:
   """The network that a config.json describes. Raises ValueError for an unknown `model_type` or rope type."""
+  if config.get("model_type") in HEADS:
+    raise ValueError("this is a head that drafts for a model, no model; name it as speculate='head:…' of that model")
   module = _module(config, dtype)
   shapes = (as_model(module), module.cache_spec(), module.config.vocab_size, module.context(), dtype)
-  return Network(*shapes, _encode(module) if isinstance(module, Seq2Seq) else None)
+  encode = _encode(module) if isinstance(module, Seq2Seq) else None
+  return Network(*shapes, encode, llama.tables if isinstance(module, Llama) else None)
+
+
+def draft_head(config: Mapping[str, Any], dtype: Any = jnp.float32) -> tuple[Callable, tuple[LayerSpec, ...]]:
+  """(forward, cache_spec) of the head that a config.json describes; forward: (params, vectors_BTD, features_BTD,
+  positions_BT, cache) -> (features_BTD, cache), see `draft_head.DraftHead`."""
+  module = _module(config, dtype)
+
+  def forward(params: Any, *inputs: Any) -> tuple[Array, Any]:
+    return module.apply({"params": params}, *inputs)
+
+  return forward, module.cache_spec()
 
 
 def has_encoder(config: Mapping[str, Any]) -> bool:
@@ -87,13 +107,16 @@ def initialise(module: nn.Module, key: Array) -> dict[str, Any]:
     features, _ = module(tokens, tokens, cache)
     return module.head(features[:, 0])
 
-  cache = allocate(module.cache_spec(), 1, 1)
-  return module.init(key, jnp.zeros((1, 1), jnp.int32), cache, method=touch)["params"]
+  cache, token = allocate(module.cache_spec(), 1, 1), jnp.zeros((1, 1), jnp.int32)
+  if isinstance(module, DraftHead):
+    vector = jnp.zeros((1, 1, module.config.hidden_size))
+    return module.init(key, vector, vector, token, cache)["params"]
+  return module.init(key, token, cache, method=touch)["params"]
 
 
 def _module(config: Mapping[str, Any], dtype: Any) -> nn.Module:
-  kind = config.get("model_type")
-  if kind not in ARCHITECTURES:
-    raise ValueError(f"unknown model_type {kind!r}; this build knows {', '.join(ARCHITECTURES)}")
-  configure, module = ARCHITECTURES[kind]
+  kind, known = config.get("model_type"), ARCHITECTURES | HEADS
+  if kind not in known:
+    raise ValueError(f"unknown model_type {kind!r}; this build knows {', '.join(known)}")
+  configure, module = known[kind]
   return module(configure(config), dtype)

@@ -1,9 +1,20 @@
 """Strategies: how tokens come out of a model (floor 3). They never import models."""
 
+from decoder.strategies.accompanied import (
+  Accompanied,
+  Both,
+  Companion,
+  Followed,
+  Head,
+  accompanied,
+  feature_head,
+  second_model,
+)
 from decoder.strategies.asking import asking
 from decoder.strategies.autoregressive import Finish, State, autoregressive, init, pending, release
 from decoder.strategies.beam import Plan, Search, beam, hypotheses, spread
 from decoder.strategies.beam_rules import Early, Rules
+from decoder.strategies.drafted import drafted
 from decoder.strategies.guidance import GuidedCache, guided, read_negative
 from decoder.strategies.hypotheses import Hypotheses
 from decoder.strategies.lookup import lookup
@@ -13,12 +24,17 @@ from decoder.strategies.telling import Told, forward_telling
 from decoder.strategies.trie import Forest, forest
 
 __all__ = [
+  "Accompanied",
+  "Both",
+  "Companion",
   "Drafting",
   "Drafts",
   "Early",
   "Finish",
+  "Followed",
   "Forest",
   "GuidedCache",
+  "Head",
   "Hypotheses",
   "Plan",
   "Proposer",
@@ -26,10 +42,13 @@ __all__ = [
   "Search",
   "State",
   "Told",
+  "accompanied",
   "asking",
   "autoregressive",
   "beam",
+  "drafted",
   "drafting",
+  "feature_head",
   "forest",
   "forward_telling",
   "guided",
@@ -40,6 +59,7 @@ __all__ = [
   "read_negative",
   "release",
   "run",
+  "second_model",
   "speculative",
   "spread",
   "stream",

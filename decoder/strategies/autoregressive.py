@@ -16,7 +16,7 @@ from jax import lax
 
 from decoder.cache import Cache
 from decoder.sampling import Context, Drawn, LogitTransform, categorical, nothing
-from decoder.types import NONE, Array, Emission, Info, Model, Params, Strategy
+from decoder.types import NONE, Array, Emission, Info, Key, Model, Params, Strategy
 
 
 class Finish(enum.IntEnum):
@@ -150,11 +150,12 @@ def finish_after(token: Array, is_sound: Array, length: Array, ends: Array, limi
 
 
 def draw_row(
-  chain: LogitTransform, raw_V: Array, logits_V: Array, settings: Any, context: Context
-) -> tuple[Drawn, Any]:
-  """The draw, and the chain's state after it."""
+  chain: LogitTransform, raw_V: Array, logits_V: Array, settings: Any, context: Context,
+  choose: Callable[[Key, Array], Array] = categorical,
+) -> tuple[Drawn, Any]:  # fmt: skip
+  """The draw, and the chain's state after it. choose: (key, logits_V) -> token, by the law of these logits."""
   kept_V = chain.update(logits_V, settings, context)
-  token = categorical(context.key, kept_V)
+  token = choose(context.key, kept_V)
   return Drawn(raw_V, logits_V, kept_V, token, settings, context), chain.observe(settings, token, kept_V)
 
 

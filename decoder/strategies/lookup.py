@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decoder.strategies.speculative import BLOCKS, Drafts, Proposer
+from decoder.strategies.speculative import COSTS, Drafts, Proposer, adapted, worth
 from decoder.types import Array
 
 LONGEST = 8  # tokens compared: more tell no more
-_MEMORY = 0.8  # of acceptance: the share that stays after a step
-# What a step over 1, 2, 4 and 8 tokens costs, in steps over one: measured on CPU with weights of 8 bits.
-COSTS = (1.0, 1.15, 1.3, 1.8)
 
 
 def lookup(least: int = 2, costs: tuple[float, ...] = COSTS) -> Proposer:
@@ -33,11 +30,7 @@ def lookup(least: int = 2, costs: tuple[float, ...] = COSTS) -> Proposer:
 
     return state, jax.vmap(row)(state.context_BL, state.length_B, state.settings.memory)
 
-  def learn(chance: Array, drafted: Array, accepted: Array) -> Array:
-    seen = jnp.minimum(accepted + 1, drafted)  # those that were judged: the kept and the first that was not
-    return chance + (1 - _MEMORY ** seen.astype(jnp.float32)) * (accepted / jnp.maximum(seen, 1) - chance)
-
-  return Proposer(init, propose, learn)
+  return Proposer(init, propose, adapted)
 
 
 def followers(context_L: Array, length: Array, size: int) -> tuple[Array, Array, Array]:
@@ -60,7 +53,4 @@ def followers(context_L: Array, length: Array, size: int) -> tuple[Array, Array,
 
 def best_size(chance: Array, matched: Array, size: int, costs: tuple[float, ...]) -> Array:
   """The number of guesses with the most expected tokens for their cost."""
-  sizes = np.array([block - 1 for block in BLOCKS if block <= size + 1])
-  a = jnp.clip(1 - (1 - chance) * 2 / (1 + jnp.minimum(matched, LONGEST) / 2), 0.05, 0.98)
-  gain = (1 - a ** (sizes + 1)) / (1 - a) / jnp.asarray(costs[: len(sizes)])
-  return jnp.asarray(sizes)[jnp.argmax(gain)]
+  return worth(1 - (1 - chance) * 2 / (1 + jnp.minimum(matched, LONGEST) / 2), size, costs)

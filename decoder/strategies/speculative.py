@@ -2,14 +2,17 @@
 
 Reading eight tokens takes hardly longer than reading one, since either way every weight is read once. A step guesses
 what follows a row's last token, reads that token and the guesses, and has the model's logits after each. At each
-position in turn a token is drawn exactly as plain decoding draws it, with that position's key, until one is not the
-guess: it is kept, and what was guessed after it is forgotten. So the text is plain decoding's, seeds included, up to
-the rounding of logits between block sizes. For guesses that are made without chance no rule that keeps the law accepts
-more often: p(guess) = Σ min(p, q) with q all on the guess (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023,
-arXiv:2302.01318).
+position in turn a token is drawn by the law of plain decoding, until one is not the guess: it is kept, and what was
+guessed after it is forgotten.
+
+Guesses made without chance: the token is drawn exactly as plain decoding draws it, with that position's key. So the
+text is plain decoding's, seeds included, up to the rounding of logits between block sizes, and no rule that keeps the
+law accepts more often: p(guess) = Σ min(p, q) with q all on the guess. Guesses drawn from a law q: kept with chance
+min(1, p/q), else the token is drawn from what p has more than q (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1;
+Chen et al. 2023, arXiv:2302.01318). Then the law is plain decoding's, not the text; p and q are laws after the chain.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,19 +21,33 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from decoder.sampling import Context, Drawn, LogitTransform, nothing
+from decoder.sampling import Context, Drawn, LogitTransform, categorical, nothing
+from decoder.sampling.selection import only_if
 from decoder.strategies.autoregressive import Finish, State, draw_row, finish_after, init, sound, without_padding
-from decoder.types import NONE, Array, Emission, Info, Model, Params, Strategy
+from decoder.types import NONE, Array, Emission, Info, Key, Model, Params, Strategy
 
 BLOCKS = (1, 2, 4, 8)  # tokens read at once: a step compiles one forward pass for each
+_ACCEPT, _DRAFT = np.uint32(2**31 + 11), np.uint32(2**31 + 12)  # folded into a position's key; see `Context`
+# What a step over 1, 2, 4 and 8 tokens costs, in steps over one: measured on CPU with weights of 8 bits.
+COSTS = (1.0, 1.15, 1.3, 1.8)
 SIZES = tuple(block - 1 for block in BLOCKS[1:])  # guesses that fill a block, with the token before them
 
 
 class Drafts(NamedTuple):
-  """tokens_BK: guesses of what follows, in order; count_B: how many of them there are."""
+  """tokens_BK: guesses of what follows, in order; count_B: how many of them there are. laws_BKV: the logits whose law
+  each was drawn from, after the chain, with `draft_key`; None for guesses made without chance."""
 
   tokens_BK: Array
   count_B: Array
+  laws_BKV: Array | None = None
+
+
+class Judgement(NamedTuple):
+  """What a step's guesses are judged by. raw_BJV: the model's logits after the row's last token, and after each guess.
+  laws_BKV: as in Drafts."""
+
+  raw_BJV: Array
+  laws_BKV: Array | None
 
 
 class Proposer(NamedTuple):
@@ -44,6 +61,27 @@ class Proposer(NamedTuple):
   init: Callable[[], Any]
   propose: Callable[[Params, State, int], tuple[State, Drafts]]
   learn: Callable[[Any, Array, Array], Any]
+
+
+_MEMORY = 0.8  # of acceptance: the share that stays after a step
+
+
+def adapted(chance: Array, drafted: Array, accepted: Array) -> Array:
+  """The chance that a guess is kept, as it went so far, after so many more guesses of which so many were kept."""
+  seen = jnp.minimum(accepted + 1, drafted)  # those that were judged: the kept and the first that was not
+  return chance + (1 - _MEMORY ** seen.astype(jnp.float32)) * (accepted / jnp.maximum(seen, 1) - chance)
+
+
+def worth(chance: Array, size: int, costs: Sequence[float], each: float = 0.0) -> Array:
+  """How many guesses, 0 … size, give most expected tokens, (1 − aⁿ⁺¹)/(1 − a), for their cost (Leviathan et al. 2023,
+  arXiv:2211.17192, equation 1 and theorem 3.8), where each is kept with this chance a, whatever its shape.
+
+  costs: of a step over 1, 2, 4 … tokens; each: of making a guess; in steps over one token.
+  """
+  sizes = np.array([block - 1 for block in BLOCKS if block <= size + 1])
+  a = jnp.clip(chance, 0.05, 0.98)
+  gain = (1 - a ** (sizes + 1)) / (1 - a) / (jnp.asarray(costs[: len(sizes)]) + each * sizes)
+  return jnp.asarray(sizes)[jnp.argmax(gain)]
 
 
 @struct.dataclass
@@ -88,18 +126,18 @@ def speculative(
   if size not in SIZES:
     raise ValueError(f"size must be one of {', '.join(map(str, SIZES))}, got {size!r}")
 
-  def forward(params: Params, state: State) -> tuple[State, Array]:
-    """Logits after the row's last token and after each guess: [B, size + 1, V]."""
+  def forward(params: Params, state: State) -> tuple[State, Judgement]:
+    """Logits after the row's last token and after each guess, with the laws of the guesses."""
     state, drafts = proposer.propose(params, state, size)
     state = _pending(state, drafts, size)
     features_BJD, cache = _read(model, params, state, size)
     logits_RV = model.head(params, features_BJD.reshape(-1, features_BJD.shape[-1])).astype(jnp.float32)
-    return state.replace(cache=cache), logits_RV.reshape(*features_BJD.shape[:2], -1)
+    return state.replace(cache=cache), Judgement(logits_RV.reshape(*features_BJD.shape[:2], -1), drafts.laws_BKV)
 
-  def draw(state: State, raw_BJV: Array) -> tuple[State, Emission]:
+  def draw(state: State, judgement: Judgement) -> tuple[State, Emission]:
     drafted_B = jnp.sum(state.positions_BT[:, 1:] >= 0, axis=1, dtype=jnp.int32)
     judged = jax.vmap(lambda *row: _judge(chain, inspect, vocab_size, *row))(
-      raw_BJV, state.tokens_BT[:, 1:], drafted_B, state.settings.settings, state.context_BL, state.length_B,
+      judgement, state.tokens_BT[:, 1:], drafted_B, state.settings.settings, state.context_BL, state.length_B,
       state.prompt_B, state.ends_BE, state.limit_B, state.finish_B, state.key_B,
     )  # fmt: skip
     count_B, length_B = judged.j, state.length_B + judged.j
@@ -152,6 +190,32 @@ def _kept(token: Array, guess: Array) -> Array:
   return token == guess
 
 
+def draft_key(key: Key) -> Key:
+  """The key that a guess is drawn with, where `key` is that of its position: what is drawn if it is not kept must not
+  depend on it."""
+  return jax.random.fold_in(key, _DRAFT)
+
+
+def _after_guess(law_V: Array, guess: Array, judged: Array, key: Key, kept_V: Array) -> Array:
+  """A token by the law p of kept_V which, where the guess is judged, is as often as can be the guess, drawn from the
+  law q of law_V."""
+  p_V, q_V = _log_law(kept_V), _log_law(law_V)
+  chance = jax.random.uniform(jax.random.fold_in(key, _ACCEPT))
+  is_kept = judged & (jnp.log(chance) < p_V[guess] - q_V[guess])
+  other = categorical(key, only_if(judged & ~is_kept, _more, kept_V, p_V, q_V))
+  return jnp.where(is_kept, guess, other)
+
+
+def _more(kept_V: Array, p_V: Array, q_V: Array) -> Array:
+  """Logits of what p has more than q, both in logarithms; those of p where, in rounding, that is nothing."""
+  more_V = jnp.maximum(jnp.exp(p_V) - jnp.exp(q_V), 0.0)
+  return jnp.where(jnp.any(more_V > 0), jnp.log(more_V), kept_V)
+
+
+def _log_law(logits_V: Array) -> Array:
+  return logits_V - jax.nn.logsumexp(logits_V)
+
+
 class _Judged(NamedTuple):
   """Of one row. j: tokens drawn in this step so far; going: whether the next position is judged too."""
 
@@ -165,14 +229,22 @@ class _Judged(NamedTuple):
 
 
 def _judge(
-  chain: LogitTransform, inspect: Callable, vocab_size: int | None, raw_JV: Array, guesses_K: Array, drafted: Array,
-  settings: Any, context_L: Array, length: Array, prompt: Array, ends_E: Array, limit: Array, finish: Array, key: Array,
+  chain: LogitTransform, inspect: Callable, vocab_size: int | None, judgement: Judgement, guesses_K: Array,
+  drafted: Array, settings: Any, context_L: Array, length: Array, prompt: Array, ends_E: Array, limit: Array,
+  finish: Array, key: Array,
 ) -> _Judged:  # fmt: skip
   """Draws tokens at one position after the other, as long as they are the guesses."""
+  raw_JV, laws_KV = judgement
 
   def drawn(j: Array, settings: Any, context_L: Array) -> tuple[Drawn, Any]:
+    def choose(key: Key, kept_V: Array) -> Array:
+      if laws_KV is None:
+        return categorical(key, kept_V)
+      at = jnp.minimum(j, guesses_K.shape[0] - 1)
+      return _after_guess(laws_KV[at], guesses_K[at], j < drafted, key, kept_V)
+
     context = Context(context_L, length + j, prompt, ends_E, limit, jax.random.fold_in(key, length + j))
-    return draw_row(chain, raw_JV[j], without_padding(raw_JV[j], vocab_size), settings, context)
+    return draw_row(chain, raw_JV[j], without_padding(raw_JV[j], vocab_size), settings, context, choose)
 
   def body(now: _Judged) -> _Judged:
     draw, after = drawn(now.j, now.settings, now.context_L)

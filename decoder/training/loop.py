@@ -1,5 +1,6 @@
 """A training run: pure jitted steps, kept by Orbax so that one that is killed goes on where it was."""
 
+import dataclasses
 import json
 import os
 import time
@@ -13,10 +14,11 @@ import numpy as np
 import optax
 from flax import struct
 
+from decoder.checkpoint.atomic import write_file
 from decoder.checkpoint.progress import progress_bar
 from decoder.types import Array, Params
 
-LOG = "log.jsonl"
+LOG, _PLAN = "log.jsonl", "plan.json"
 
 
 @struct.dataclass
@@ -27,6 +29,24 @@ class TrainState:
   average: Params
   optimiser: Any
   step: Array
+
+
+def keep_plan(plan: Any, out: Path) -> None:
+  """Writes down what a run depends on, a dataclass, or finds that the run in `out` depends on the same: else a
+  ValueError that says what differs."""
+  file, now = Path(out) / _PLAN, dataclasses.asdict(plan)
+  if file.exists():
+    before = json.loads(file.read_text(encoding="utf-8"))
+    changed = [f"{n} {before.get(n)!r}, now {value!r}" for n, value in now.items() if before.get(n) != value]
+    if changed:
+      raise ValueError(f"{out} holds a run with {', '.join(changed)}; give another directory, or remove it")
+  file.parent.mkdir(parents=True, exist_ok=True)
+  write_file(file, (json.dumps(now, indent=2) + "\n").encode())
+
+
+def read_log(out: Path) -> list[dict[str, float]]:
+  """The lines of a run's log."""
+  return [json.loads(line) for line in (Path(out) / LOG).read_text(encoding="utf-8").splitlines()]
 
 
 def optimiser(rate: float, steps: int, warm_up: int, matrices: Callable[[Any], Any]) -> optax.GradientTransformation:
@@ -43,7 +63,8 @@ def optimiser(rate: float, steps: int, warm_up: int, matrices: Callable[[Any], A
 
 class Trainer:
   """loss: (params, batch, smoothing) -> (sum, number); the mean is minimised. directory: holds the run; what lies there
-  is gone on with. decay: of the average. ValueError for a directory of another run."""
+  is gone on with. decay: of the average. also: (params, batch) -> name to (sum, number), what else the log is to say of
+  what is held out. ValueError for a directory of another run."""
 
   def __init__(
     self,
@@ -54,6 +75,7 @@ class Trainer:
     *,
     smoothing: float = 0.1,
     decay: float = 0.999,
+    also: Callable | None = None,
   ):
     import orbax.checkpoint as ocp  # slow to import
 
@@ -66,7 +88,9 @@ class Trainer:
     self._args = ocp.args
     fresh = TrainState(params, jax.tree.map(jnp.copy, params), change.init(params), jnp.int32(0))
     self.state = self._restored(fresh)
-    self.held_out = jax.jit(loss)
+    self.held_out = jax.jit(
+      lambda params, batch: {"held_out": loss(params, batch), **(also(params, batch) if also else {})}
+    )
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Array]:
       def mean(params: Params) -> Array:
@@ -103,14 +127,11 @@ class Trainer:
 
   def _note(self, step: int, seen: list, valid: Any, seconds: float) -> None:
     self._kept.save(step, args=self._args.StandardSave(self.state))
-    sums = np.sum([jax.device_get(self.held_out(self.state.average, pairs)) for pairs in valid], axis=0)
+    found = [jax.device_get(self.held_out(self.state.average, batch)) for batch in valid]
+    sums = {name: np.sum([one[name] for one in found], axis=0) for name in found[0]}
     mean = float(np.mean(jax.device_get(seen)))
-    line = {
-      "step": step,
-      "seconds": round(seconds, 1),
-      "loss": round(mean, 4),
-      "held_out": round(float(sums[0] / sums[1]), 4),
-    }
+    line = {"step": step, "seconds": round(seconds, 1), "loss": round(mean, 4)}
+    line |= {name: round(float(total / number), 4) for name, (total, number) in sums.items()}
     with open(self.directory / LOG, "a", encoding="utf-8") as log:
       log.write(json.dumps(line) + "\n")
       log.flush()

@@ -17,7 +17,7 @@ from decoder.training.loss import translation_loss
 from decoder.training.pairs import Batches, read_pairs
 
 UNKNOWN, END, PAD = 0, 1, 2
-_PLAN, _VOCABULARY = "plan.json", "tokenizer.model"
+_VOCABULARY = "tokenizer.model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,7 @@ def train(
   """
   pairs, others = read_pairs(data), read_pairs(held_out)
   out = Path(out)
-  out.mkdir(parents=True, exist_ok=True)
-  _keep_plan(plan, out)
+  loop.keep_plan(plan, out)
   model = _vocabulary(out / _VOCABULARY, pairs, plan.vocab_size)
   network = registry.build(plan.config())
   batches = Batches(
@@ -111,23 +110,6 @@ def tokenizer_files(model: bytes) -> dict[str, bytes]:
   tokens = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
   config = {"add_bos_token": False, "add_eos_token": True, **tokens}
   return {_VOCABULARY: model, "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode()}
-
-
-def read_log(out: Path) -> list[dict[str, float]]:
-  """The lines of a run's log."""
-  return [json.loads(line) for line in (Path(out) / loop.LOG).read_text(encoding="utf-8").splitlines()]
-
-
-def _keep_plan(plan: Plan, out: Path) -> None:
-  file, now = out / _PLAN, dataclasses.asdict(plan)
-  if file.exists():
-    before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [
-      f"{name} {before.get(name)!r}, now {value!r}" for name, value in now.items() if before.get(name) != value
-    ]
-    if changed:
-      raise ValueError(f"{out} holds a run with {', '.join(changed)}; give another directory, or remove it")
-  write_file(file, (json.dumps(now, indent=2) + "\n").encode())
 
 
 def _vocabulary(file: Path, pairs: list[tuple[str, str]], size: int) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 import decoder
 from decoder.checkpoint import CheckpointError, save
 from decoder.models import registry
-from decoder.training import loop, translation
+from decoder.training import loop
 from decoder.training.translation import Plan, train
 
 NUMBERS = {"one": "uno", "two": "dos", "three": "tres", "four": "cuatro", "five": "cinco", "six": "seis",
@@ -47,7 +47,7 @@ def trained(files, tmp_path_factory):
 
 def test_it_learns_and_the_checkpoint_translates(trained, files):
   out, model = trained
-  log = translation.read_log(out)
+  log = loop.read_log(out)
   assert [line["step"] for line in log] == [160, 320]
   assert log[-1]["held_out"] < 0.3, "knowing nothing costs ln 285 = 5.7"
   lm = decoder.load(str(model))
@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(trained, files, tmp_path, monk
     run(files, tmp_path / "run")
   monkeypatch.setattr(loop.Trainer, "_note", kept)
   again = run(files, tmp_path / "run")
-  assert [line["step"] for line in translation.read_log(tmp_path / "run")] == [160, 320]
+  assert [line["step"] for line in loop.read_log(tmp_path / "run")] == [160, 320]
   mine, whole = (decoder.load(str(model)).params for model in (again, trained[1]))
   for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(whole)):
     np.testing.assert_allclose(a, b, atol=1e-5)

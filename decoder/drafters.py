@@ -1,0 +1,144 @@
+"""Who guesses ahead for a model: its own text, a head trained for it, or a smaller model.
+
+`head` is the registered head of this model; `head:NAME` a registered one, or the directory of one; `draft:NAME` any
+model that `load` takes, with the same vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decoder import checkpoint
+from decoder.cache import Cache, Raw, allocate
+from decoder.checkpoint.fingerprint import fingerprint
+from decoder.checkpoint.source import read_json
+from decoder.models import registry
+from decoder.ops.kernels import build
+from decoder.ops.linear import linear, look_up
+from decoder.ops.quantised import fits, quantise
+from decoder.strategies import Both, Companion, Head, feature_head, second_model
+from decoder.types import Array
+
+
+class Drafter(NamedTuple):
+  """A companion with its parameters. each: what a guess costs, in steps of the model, where both wait for memory."""
+
+  companion: Companion
+  params: Any
+  each: float
+
+
+class HeadParams(NamedTuple):
+  """ids_R: the tokens that a head drafts. table_RD: makes logits of features, for those."""
+
+  head: Any
+  table_RD: Any
+  ids_R: Array
+
+
+def find(lm: Any, spec: str) -> Drafter:
+  """The drafter that 'head', 'head:NAME' or 'draft:NAME' stands for, for the model `lm`. ValueError for one that was
+  trained for another model or has another vocabulary, CheckpointError for one that cannot be loaded."""
+  kind, _, name = spec.partition(":")
+  return (_head if kind == "head" else _draft)(lm, name)
+
+
+def _draft(lm: Any, name: str) -> Drafter:
+  loaded = checkpoint.load(name, None if jax.default_backend() == "cpu" else lm.network.dtype, weights=_bits())
+  if registry.has_encoder(loaded.config):
+    raise ValueError(f"draft:{name} is an encoder–decoder; a draft model goes on from the same text, as a decoder does")
+  network = registry.build(loaded.config, lm.network.dtype)
+  _same_vocabulary(lm, f"draft:{name}", loaded, network.vocab_size)
+
+  def empty(rows: int, capacity: int) -> Cache:
+    return allocate(network.cache_spec, rows, capacity, codec=Raw(network.dtype, bits=True))
+
+  return Drafter(second_model(network.model, empty), loaded.params, size(loaded.params) / size(lm.params))
+
+
+def _same_vocabulary(lm: Any, spec: str, draft: Any, draft_size: int) -> None:
+  """ValueError where an id does not mean the same to both."""
+  if draft_size != lm.network.vocab_size:
+    raise ValueError(
+      f"{spec} has {draft_size} tokens in its vocabulary, {lm.name} has {lm.network.vocab_size}; a draft model needs "
+      "the same tokenizer as the model it drafts for"
+    )
+  if lm.tokenizer is None or draft.tokenizer is None:
+    return  # ids are all there is
+  for token in range(min(lm.tokenizer.vocab_size, draft.tokenizer.vocab_size)):
+    ours, theirs = lm.tokenizer.token_bytes(token), draft.tokenizer.token_bytes(token)
+    if ours != theirs:
+      raise ValueError(
+        f"token {token} is {theirs!r} to {spec} and {ours!r} to {lm.name}; a draft model needs the same tokenizer as "
+        "the model it drafts for"
+      )
+
+
+def _head(lm: Any, name: str) -> Drafter:
+  if lm.network.tables is None:
+    raise ValueError(
+      f"{lm.name} has no head that drafts: that is offered for Llama's family; use 'lookup' or 'draft:…'"
+    )
+  mine = fingerprint(lm.params)
+  path = checkpoint.resolve(name) if name else _registered_for(lm.name, mine)
+  loaded = checkpoint.load(path, None if jax.default_backend() == "cpu" else lm.network.dtype, weights=_bits())
+  config = loaded.config
+  if config.get("model_type") not in registry.HEADS:
+    raise ValueError(f"head:{name} is a {config.get('model_type')}, no head that drafts; use draft:{name}")
+  if config["target"] != mine:
+    raise ValueError(
+      f"this head was trained for the model with fingerprint {config['target'][:12]}, and {lm.name} has {mine[:12]}; "
+      "train one for it with scripts/distill.py"
+    )
+  ids_R = np.asarray(config["draft_tokens"], np.int32)
+  table_RD = _in_bits(np.asarray(look_up(lm.network.tables(lm.params)[1], ids_R)))
+  params = HeadParams(loaded.params, table_RD, jnp.asarray(ids_R))
+  return Drafter(feature_head(_as_head(lm.network, config)), params, size(params) / size(lm.params))
+
+
+def _as_head(network: registry.Network, config: dict[str, Any]) -> Head:
+  run, spec = registry.draft_head(config, network.dtype)
+
+  def empty(rows: int, capacity: int) -> Cache:
+    return allocate(spec, rows, capacity, codec=Raw(network.dtype, bits=True))
+
+  def forward(params: Both, tokens_BT: Array, features_BTD: Array, positions_BT: Array, cache: Cache) -> Any:
+    vectors_BTD = look_up(network.tables(params.model)[0], tokens_BT).astype(network.dtype)
+    return run(params.companion.head, vectors_BTD, features_BTD, positions_BT, cache)
+
+  def logits(params: Both, features_BD: Array) -> Array:
+    logits_BR = linear(features_BD, params.companion.table_RD).astype(jnp.float32)
+    nothing_BV = jnp.full((features_BD.shape[0], network.vocab_size), -jnp.inf)
+    return nothing_BV.at[:, params.companion.ids_R].set(logits_BR)
+
+  return Head(empty, forward, logits, config["hidden_size"], network.dtype)
+
+
+def _registered_for(name: str, target: str) -> Path:
+  heads = {n: m for n, m in checkpoint.registered().items() if m["source"]["kind"] == "directory"}
+  for head in heads:
+    path = checkpoint.resolve(head)
+    if read_json(path / "config.json").get("target") == target:
+      return path
+  raise ValueError(
+    f"there is no registered head for {name}; train one with scripts/distill.py and give it as head:PATH"
+  )
+
+
+def _bits() -> str | None:
+  """Drafters are held as their files hold them where kernels read few bits, for what they say is judged anyway."""
+  return checkpoint.KEEP if build.ready() else None
+
+
+def _in_bits(table_RD: np.ndarray) -> Any:
+  if build.ready() and fits(table_RD.shape):
+    return jax.device_put(quantise(table_RD, "q8_0", striped=True))
+  return jnp.asarray(table_RD)
+
+
+def size(params: Any) -> int:
+  """Bytes of all leaves."""
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(params))

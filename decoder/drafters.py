@@ -24,11 +24,13 @@ from decoder.types import Array
 
 
 class Drafter(NamedTuple):
-  """A companion with its parameters. each: what a guess costs, in steps of the model, where both wait for memory."""
+  """A companion with its parameters. each: what a guess costs, in steps of the model, where both wait for memory.
+  features: how many the model has of a token."""
 
   companion: Companion
   params: Any
   each: float
+  features: int
 
 
 class HeadParams(NamedTuple):
@@ -56,7 +58,8 @@ def _draft(lm: Any, name: str) -> Drafter:
   def empty(rows: int, capacity: int) -> Cache:
     return allocate(network.cache_spec, rows, capacity, codec=Raw(network.dtype, bits=True))
 
-  return Drafter(second_model(network.model, empty), loaded.params, size(loaded.params) / size(lm.params))
+  features = registry.feature_size(lm.network, lm.params)
+  return Drafter(second_model(network.model, empty), loaded.params, size(loaded.params) / size(lm.params), features)
 
 
 def _same_vocabulary(lm: Any, spec: str, draft: Any, draft_size: int) -> None:
@@ -96,7 +99,9 @@ def _head(lm: Any, name: str) -> Drafter:
   ids_R = np.asarray(config["draft_tokens"], np.int32)
   table_RD = _in_bits(np.asarray(look_up(lm.network.tables(lm.params)[1], ids_R)))
   params = HeadParams(loaded.params, table_RD, jnp.asarray(ids_R))
-  return Drafter(feature_head(_as_head(lm.network, config)), params, size(params) / size(lm.params))
+  return Drafter(
+    feature_head(_as_head(lm.network, config)), params, size(params) / size(lm.params), config["hidden_size"]
+  )
 
 
 def _as_head(network: registry.Network, config: dict[str, Any]) -> Head:

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decoder.cache import allocate
-from decoder.models.registry import Network
+from decoder.models.registry import Network, feature_size
 from decoder.programs import CHUNK, SMALLEST_CHUNK, Programs, bucket, signature
 from decoder.reader import Request
 from decoder.strategies import GuidedCache, State, guided, read_negative
@@ -23,10 +21,7 @@ class GuidedPrograms(Programs):
   def __init__(self, network: Network, params: Any, *rest: Any):
     super().__init__(network._replace(model=guided(network.model, network.dtype)), params, *rest)
     self._plain = network.model
-    cache = jax.eval_shape(lambda: allocate(network.cache_spec, 1, 1))
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    features_BTD, _ = jax.eval_shape(network.model.forward, params, token, token, cache)
-    self._features = features_BTD.shape[-1]
+    self._features = feature_size(network, params)
 
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> Any:
     """Reads the negative prompts, too."""

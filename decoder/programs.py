@@ -89,6 +89,10 @@ class Programs:
     """The state of the chain for one row with these settings."""
     return settings.chain(self._full).init()
 
+  def takes(self, cache: Any) -> bool:
+    """Whether they can go on from this cache."""
+    return isinstance(cache, self.cache_type)
+
   def speculated(self, state: State) -> list[Any]:
     """What guessing ahead came to in each row; None where nothing was guessed ahead."""
     return [None] * state.length_B.shape[0]

@@ -40,7 +40,7 @@ class Session:
     request = self._lm.request(prompt, settings)
     wanted = min(bucket(request.reach, self._capacity), self._lm.context)
     programs = self._lm.programs([request.settings])
-    if not isinstance(self._cache, programs.cache_type):
+    if not programs.takes(self._cache):
       self.clear()
     # What is not read again cannot be told of.
     cache, held = self._cache, 0 if settings.prompt_logprobs else _shared(self._ids, request.prompt_ids)

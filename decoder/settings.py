@@ -14,6 +14,7 @@ from decoder.strategies.speculative import SIZES
 from decoder.text.constraints import Spec, read_spec
 
 MOST_ALTERNATIVES = 1000  # that can be asked for with a log-prob
+MOST_NODES = 15  # of a tree of guesses: a step over 16 tokens is the largest that costs little more than one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Settings(BeamSettings):
   speculate: guesses ahead and judges all guesses in one pass, for fewer steps. 'lookup' guesses what followed when the
   same tokens stood there before: the same text; 'head' has a head guess that was trained for the model, 'head:NAME'
   another one, 'draft:NAME' a smaller model: the same law, and at temperature 0 the same text; 'off'. draft_tokens: most
-  guesses a step, 1, 3 or 7.
+  guesses a step, 1, 3 or 7. draft_tree: with a head or a draft model, how many guesses for each of the next tokens, as
+  (3, 2, 2): none is made by chance, so the text is the same; () guesses one for each.
   src, tgt: the languages of the text and of its translation, by their codes in the model's vocabulary; only for models
   that have such.
   logprobs: number of alternatives to report with each token's log-prob and rank, 0 for none but its own; None reports
@@ -72,6 +74,7 @@ class Settings(BeamSettings):
   capacity: int | None = None
   speculate: str = "off"
   draft_tokens: int = 7
+  draft_tree: tuple[int, ...] = ()
   src: str | None = None
   tgt: str | None = None
   logprobs: int | None = None
@@ -125,12 +128,25 @@ class Settings(BeamSettings):
     _drafter("speculate", self.speculate)
     if self.draft_tokens not in SIZES or isinstance(self.draft_tokens, bool):
       raise ValueError(f"draft_tokens must be 1, 3 or 7, one less than a block, got {self.draft_tokens!r}")
+    self._check_tree()
     constrained = self.constraint() is not None
     if self.speculate != "off" and (constrained or self.searches or scale != 1):
       other = "a schema, regex, grammar or choice" if constrained else "beams" if self.searches else "guidance_scale"
       raise ValueError(f"speculate is not offered together with {other}; set speculate to 'off'")
     if self.searches:
       self._check_search()
+
+  def _check_tree(self) -> None:
+    tree = self.draft_tree
+    if not isinstance(tree, list | tuple) or not all(type(width) is int and width >= 1 for width in tree):
+      raise ValueError(f"draft_tree must be a list of numbers of guesses, from 1, as (3, 2, 2), got {tree!r}")
+    object.__setattr__(self, "draft_tree", tuple(tree))
+    if sum(tree) > MOST_NODES:
+      raise ValueError(
+        f"draft_tree {tuple(tree)} has {sum(tree)} guesses a step; more than {MOST_NODES} cost a step each"
+      )
+    if tree and self.speculate in ("off", "lookup"):
+      raise ValueError(f"draft_tree is for a head or a draft model, and speculate is {self.speculate!r}")
 
   def _check_search(self) -> None:
     """ValueError for what needs a text that is known while it is written."""
@@ -153,7 +169,7 @@ class Settings(BeamSettings):
 
   @property
   def structure(self) -> tuple:
-    return (*super().structure, self.speculate != "off" and (self.speculate, self.draft_tokens))
+    return (*super().structure, self.speculate != "off" and (self.speculate, self.draft_tokens, self.draft_tree))
 
   @classmethod
   def from_generation_config(cls, config: Mapping[str, Any]) -> "Settings":

@@ -63,8 +63,8 @@ def main() -> None:
   last = log[-1]
   print(
     f"{head}: {len(texts.ids_NL):,} texts, written in {gathered / 60:.1f} minutes; {last['step']} steps, "
-    f"{(time.perf_counter() - start) / 60:.1f} minutes; of first guesses {last['kept_1']:.0%} are kept at temperature 1, "
-    f"held out; drawn in {out / 'loss.png'}"
+    f"{(time.perf_counter() - start) / 60:.1f} minutes; of first guesses {last['kept_1']:.0%} are kept at temperature "
+    f"1, held out; drawn in {out / 'loss.png'}"
   )
 
 

@@ -38,7 +38,8 @@ flags.DEFINE_bool("stream", True, "Print text as it is written.")
 flags.DEFINE_enum("output", "text", ["text", "json"], "json: one object a prompt.")
 flags.DEFINE_integer("capacity", None, "Tokens the cache has room for; chosen if not given.")
 flags.DEFINE_enum("truncate", None, ["left", "middle"], "Where to cut a prompt that is too long; refused if not given.")
-flags.DEFINE_enum("speculate", "off", ["off", "lookup"], "Guess ahead what followed before: the same text, sooner.")
+flags.DEFINE_string("speculate", "off", "Guess ahead: lookup (what followed before), head, head:NAME, draft:MODEL.")
+flags.DEFINE_integer("draft_tokens", 7, "Most guesses a step: 1, 3 or 7.")
 flags.DEFINE_string("profile", None, "Write a JAX trace of the generation to this directory.")
 flags.DEFINE_bool("print_config", False, "Print every setting and where it came from, and exit.")
 flags.adopt_module_key_flags(entry)
@@ -48,7 +49,8 @@ flags.adopt_module_key_flags(report)
 
 def main() -> None:
   asked = {**entry.sampling_settings(), **entry.constraint_settings()}
-  asked |= {"capacity": FLAGS.capacity, "truncate": FLAGS.truncate, "speculate": FLAGS.speculate, **report.settings()}
+  asked |= {"capacity": FLAGS.capacity, "truncate": FLAGS.truncate, "speculate": FLAGS.speculate}
+  asked |= {"draft_tokens": FLAGS.draft_tokens, **report.settings()}
   settings, origins = config.gather(asked)
   if FLAGS.print_config:
     print(config.table(settings, origins))

@@ -65,6 +65,13 @@ def draft_head(config: Mapping[str, Any], dtype: Any = jnp.float32) -> tuple[Cal
   return forward, module.cache_spec()
 
 
+def feature_size(network: Network, params: Any) -> int:
+  """How many features the model has of a token."""
+  token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  cache = jax.eval_shape(lambda: allocate(network.cache_spec, 1, 1))
+  return jax.eval_shape(network.model.forward, params, token, token, cache)[0].shape[-1]
+
+
 def has_encoder(config: Mapping[str, Any]) -> bool:
   """Whether a config.json describes an encoder–decoder."""
   return ARCHITECTURES.get(config.get("model_type"), (None, None))[1] is Seq2Seq

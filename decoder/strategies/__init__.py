@@ -17,10 +17,12 @@ from decoder.strategies.beam_rules import Early, Rules
 from decoder.strategies.drafted import drafted
 from decoder.strategies.guidance import GuidedCache, guided, read_negative
 from decoder.strategies.hypotheses import Hypotheses
+from decoder.strategies.judging import Drafting, drafting
 from decoder.strategies.lookup import lookup
 from decoder.strategies.loop import run, stream
-from decoder.strategies.speculative import Drafting, Drafts, Proposer, drafting, speculative
+from decoder.strategies.speculative import Drafts, Proposer, speculative
 from decoder.strategies.telling import Told, forward_telling
+from decoder.strategies.trees import branching, unread
 from decoder.strategies.trie import Forest, forest
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
   "asking",
   "autoregressive",
   "beam",
+  "branching",
   "drafted",
   "drafting",
   "feature_head",
@@ -63,4 +66,5 @@ __all__ = [
   "speculative",
   "spread",
   "stream",
+  "unread",
 ]

@@ -16,7 +16,8 @@ from jax import lax
 from decoder.sampling import Context, LogitTransform, categorical
 from decoder.strategies.accompanied import Companion
 from decoder.strategies.autoregressive import Finish, State, without_padding
-from decoder.strategies.speculative import COSTS, Drafts, Proposer, adapted, draft_key, worth
+from decoder.strategies.judging import draft_key
+from decoder.strategies.speculative import COSTS, Drafts, Proposer, adapted, worth
 from decoder.types import NONE, Array, Params
 
 

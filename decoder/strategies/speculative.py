@@ -18,16 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 
-from decoder.sampling import Context, Drawn, LogitTransform, categorical, nothing
-from decoder.sampling.selection import only_if
-from decoder.strategies.autoregressive import Finish, State, draw_row, finish_after, init, sound, without_padding
-from decoder.types import NONE, Array, Emission, Info, Key, Model, Params, Strategy
+from decoder.sampling import Drawn, LogitTransform, nothing
+from decoder.strategies.autoregressive import State, init
+from decoder.strategies.judging import Judged, Row, advanced, after_guess, judge, rows_of
+from decoder.types import NONE, Array, Emission, Key, Model, Params, Strategy
 
 BLOCKS = (1, 2, 4, 8)  # tokens read at once: a step compiles one forward pass for each
-_ACCEPT, _DRAFT = np.uint32(2**31 + 11), np.uint32(2**31 + 12)  # folded into a position's key; see `Context`
 # What a step over 1, 2, 4 and 8 tokens costs, in steps over one: measured on CPU with weights of 8 bits.
 COSTS = (1.0, 1.15, 1.3, 1.8)
 SIZES = tuple(block - 1 for block in BLOCKS[1:])  # guesses that fill a block, with the token before them
@@ -84,32 +82,6 @@ def worth(chance: Array, size: int, costs: Sequence[float], each: float = 0.0) -
   return jnp.asarray(sizes)[jnp.argmax(gain)]
 
 
-@struct.dataclass
-class Drafting:
-  """In place of a row's settings: those of its chain, the proposer's memory; steps, guesses and kept ones so far."""
-
-  settings: Any
-  memory: Any
-  steps: Array
-  drafted: Array
-  accepted: Array
-
-
-def drafting(chain: LogitTransform, proposer: Proposer) -> LogitTransform:
-  """The chain, with Drafting as its state: what plain decoding draws a prompt's first token through."""
-
-  def start() -> Drafting:
-    return Drafting(chain.init(), proposer.init(), *(np.int32(0) for _ in range(3)))
-
-  def update(logits_V: Array, state: Drafting, context: Context) -> Array:
-    return chain.update(logits_V, state.settings, context)
-
-  def observe(state: Drafting, token: Array, logits_V: Array) -> Drafting:
-    return state.replace(settings=chain.observe(state.settings, token, logits_V))
-
-  return LogitTransform(start, update, observe)
-
-
 def speculative(
   model: Model,
   chain: LogitTransform,
@@ -134,26 +106,27 @@ def speculative(
     logits_RV = model.head(params, features_BJD.reshape(-1, features_BJD.shape[-1])).astype(jnp.float32)
     return state.replace(cache=cache), Judgement(logits_RV.reshape(*features_BJD.shape[:2], -1), drafts.laws_BKV)
 
-  def draw(state: State, judgement: Judgement) -> tuple[State, Emission]:
+  def draw(state: State, judgement: Judgement, allowed_BJV: Array | None = None) -> tuple[State, Emission]:
     drafted_B = jnp.sum(state.positions_BT[:, 1:] >= 0, axis=1, dtype=jnp.int32)
-    judged = jax.vmap(lambda *row: _judge(chain, inspect, vocab_size, *row))(
-      judgement, state.tokens_BT[:, 1:], drafted_B, state.settings.settings, state.context_BL, state.length_B,
-      state.prompt_B, state.ends_BE, state.limit_B, state.finish_B, state.key_B,
-    )  # fmt: skip
-    count_B, length_B = judged.j, state.length_B + judged.j
-    accepted_B = jnp.minimum(jnp.maximum(count_B - 1, 0), drafted_B)
-    so_far = state.settings
-    settings = Drafting(
-      judged.settings, jax.vmap(proposer.learn)(so_far.memory, drafted_B, accepted_B), so_far.steps + (count_B > 0),
-      so_far.drafted + drafted_B, so_far.accepted + accepted_B,
-    )  # fmt: skip
-    last_B1 = jnp.take_along_axis(judged.context_L, jnp.maximum(length_B - 1, 0)[:, None], axis=1)
-    state = state.replace(
-      cache=state.cache.truncate(length_B - 1), tokens_BT=last_B1,
-      positions_BT=jnp.where(judged.finish == Finish.RUNNING, length_B - 1, NONE)[:, None],
-      settings=settings, context_BL=judged.context_L, length_B=length_B, finish_B=judged.finish,
-    )  # fmt: skip
-    return state, Emission(judged.tokens_J, count_B, Info(judged.finish, judged.details))
+
+    def judged(judgement: Judgement, allowed_JV: Array | None, guesses_K: Array, drafted: Array, row: Row) -> Judged:
+      raw_JV, laws_KV = judgement
+
+      def follow(node: Array, token: Array) -> Array:
+        guess = guesses_K[jnp.minimum(node, size - 1)]
+        return jnp.where((node < drafted) & _kept(token, guess), node + 1, NONE)
+
+      def choose(node: Array, key: Key, kept_V: Array) -> Array:
+        at = jnp.minimum(node, size - 1)
+        return after_guess(laws_KV[at], guesses_K[at], node < drafted, key, kept_V)
+
+      return judge(
+        chain, inspect, vocab_size, raw_JV, row, follow, size + 1, None if laws_KV is None else choose, allowed_JV
+      )
+
+    judged_B = jax.vmap(judged)(judgement, allowed_BJV, state.tokens_BT[:, 1:], drafted_B, rows_of(state))
+    cache = state.cache.truncate(state.length_B + judged_B.count - 1)
+    return advanced(state, judged_B, cache, drafted_B, proposer.learn)
 
   return Strategy(init, forward, draw)
 
@@ -188,82 +161,3 @@ def _read(model: Model, params: Params, state: State, size: int) -> tuple[Array,
 def _kept(token: Array, guess: Array) -> Array:
   """Whether what the model says after a guess may be believed."""
   return token == guess
-
-
-def draft_key(key: Key) -> Key:
-  """The key that a guess is drawn with, where `key` is that of its position: what is drawn if it is not kept must not
-  depend on it."""
-  return jax.random.fold_in(key, _DRAFT)
-
-
-def _after_guess(law_V: Array, guess: Array, judged: Array, key: Key, kept_V: Array) -> Array:
-  """A token by the law p of kept_V which, where the guess is judged, is as often as can be the guess, drawn from the
-  law q of law_V."""
-  p_V, q_V = _log_law(kept_V), _log_law(law_V)
-  chance = jax.random.uniform(jax.random.fold_in(key, _ACCEPT))
-  is_kept = judged & (jnp.log(chance) < p_V[guess] - q_V[guess])
-  other = categorical(key, only_if(judged & ~is_kept, _more, kept_V, p_V, q_V))
-  return jnp.where(is_kept, guess, other)
-
-
-def _more(kept_V: Array, p_V: Array, q_V: Array) -> Array:
-  """Logits of what p has more than q, both in logarithms; those of p where, in rounding, that is nothing."""
-  more_V = jnp.maximum(jnp.exp(p_V) - jnp.exp(q_V), 0.0)
-  return jnp.where(jnp.any(more_V > 0), jnp.log(more_V), kept_V)
-
-
-def _log_law(logits_V: Array) -> Array:
-  return logits_V - jax.nn.logsumexp(logits_V)
-
-
-class _Judged(NamedTuple):
-  """Of one row. j: tokens drawn in this step so far; going: whether the next position is judged too."""
-
-  j: Array
-  going: Array
-  tokens_J: Array
-  details: Any
-  settings: Any
-  context_L: Array
-  finish: Array
-
-
-def _judge(
-  chain: LogitTransform, inspect: Callable, vocab_size: int | None, judgement: Judgement, guesses_K: Array,
-  drafted: Array, settings: Any, context_L: Array, length: Array, prompt: Array, ends_E: Array, limit: Array,
-  finish: Array, key: Array,
-) -> _Judged:  # fmt: skip
-  """Draws tokens at one position after the other, as long as they are the guesses."""
-  raw_JV, laws_KV = judgement
-
-  def drawn(j: Array, settings: Any, context_L: Array) -> tuple[Drawn, Any]:
-    def choose(key: Key, kept_V: Array) -> Array:
-      if laws_KV is None:
-        return categorical(key, kept_V)
-      at = jnp.minimum(j, guesses_K.shape[0] - 1)
-      return _after_guess(laws_KV[at], guesses_K[at], j < drafted, key, kept_V)
-
-    context = Context(context_L, length + j, prompt, ends_E, limit, jax.random.fold_in(key, length + j))
-    return draw_row(chain, raw_JV[j], without_padding(raw_JV[j], vocab_size), settings, context, choose)
-
-  def body(now: _Judged) -> _Judged:
-    draw, after = drawn(now.j, now.settings, now.context_L)
-    is_sound = sound(draw)
-    finish = finish_after(draw.token, is_sound, length + now.j, ends_E, limit)
-    guess = guesses_K[jnp.minimum(now.j, guesses_K.shape[0] - 1)]
-    here = jnp.where(is_sound, length + now.j, context_L.shape[0])  # past the end: dropped
-    return _Judged(
-      now.j + is_sound,
-      (finish == Finish.RUNNING) & (now.j < drafted) & _kept(draw.token, guess),
-      now.tokens_J.at[now.j].set(draw.token),
-      jax.tree.map(lambda all_, new: all_.at[now.j].set(new), now.details, inspect(draw)),
-      jax.tree.map(lambda old, new: jnp.where(is_sound, new, old), now.settings, after),
-      now.context_L.at[here].set(draw.token, mode="drop"),
-      finish,
-    )
-
-  told = jax.eval_shape(lambda: inspect(drawn(jnp.int32(0), settings, context_L)[0]))
-  room = raw_JV.shape[0]
-  details = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), told)
-  start = _Judged(jnp.int32(0), finish == 0, jnp.zeros((room,), jnp.int32), details, settings, context_L, finish)
-  return lax.while_loop(lambda now: now.going, body, start)

@@ -173,11 +173,9 @@ def fitted(
     return lesson(np.sort(order[at : at + plan.texts]))
 
   valid = [lesson(trained + np.arange(i, i + plan.texts)) for i in range(0, plan.held_out, plan.texts)]
-  trainer = loop.Trainer(
-    loss, loop.optimiser(plan.rate, plan.steps, plan.warm_up, _matrices), registry.fresh(config, jax.random.key(plan.seed)),
-    out,
-    smoothing=0.0, also=kept,
-  )  # fmt: skip
+  change = loop.optimiser(plan.rate, plan.steps, plan.warm_up, _matrices)
+  begin = registry.fresh(config, jax.random.key(plan.seed))
+  trainer = loop.Trainer(loss, change, begin, out, smoothing=0.0, also=kept)
   return trainer.run(batch, plan.steps, valid, plan.every, progress), config
 
 

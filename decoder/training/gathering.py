@@ -15,7 +15,7 @@ from flax import struct
 from decoder.cache import Raw, allocate
 from decoder.checkpoint.atomic import write_file
 from decoder.checkpoint.progress import progress_bar
-from decoder.models.registry import Network
+from decoder.models.registry import Network, feature_size
 from decoder.sampling import chain, request_key, temperature, top_k
 from decoder.strategies import Accompanied, Both, Companion, accompanied, autoregressive, init, pending, run
 from decoder.types import NONE, Array
@@ -155,9 +155,7 @@ class _Batch(NamedTuple):
 
 def _batch(network: Network, params: Any, ends: Sequence[int], rows: int, length: int) -> _Batch:
   """Programs that write `rows` texts at once."""
-  token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  one = jax.eval_shape(lambda: allocate(network.cache_spec, 1, 1))
-  size = jax.eval_shape(network.model.forward, params, token, token, one)[0].shape[-1]
+  size = feature_size(network, params)
   companion = recorder(size)
   strategy = autoregressive(
     accompanied(network.model, companion), chain(temperature(1.0), top_k(_FEW)), network.vocab_size

@@ -1,61 +1,36 @@
 """Laws of guesses that are drawn: the law is plain decoding's, and as many are kept as two laws have in common."""
 
-import functools
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures import begin, prompts, rand_lm, table_lm
-from scipy import stats
-
-from decoder.cache import allocate
-from decoder.models.draft_head import DraftHead, head_config
-from decoder.models.llama import LlamaConfig
-from decoder.models.registry import initialise
-from decoder.sampling import chain, repetition, temperature, top_k, top_p
-from decoder.strategies import (
-  Accompanied,
-  Both,
-  Head,
-  accompanied,
-  autoregressive,
-  drafted,
-  drafting,
-  feature_head,
-  run,
-  second_model,
-  speculative,
+from companions import (
+  BATCH,
+  CHAINS,
+  DRAWS,
+  LIMITS,
+  ROWS,
+  SEEDS,
+  WIDE,
+  companions,
+  draft_of,
+  expected,
+  laws,
+  plain,
+  processed,
+  pvalue,
+  small_head,
+  start,
 )
+from fixtures import rand_lm, table_lm
 
-from fixtures import CONFIG, D  # isort: skip
+from decoder.sampling import chain, temperature
+from decoder.strategies import Both, accompanied, autoregressive, drafted, drafting, run, speculative
 
-SPECULATIVE = sys.modules["decoder.strategies.speculative"]
-CHAINS = {
-  "plain": chain(temperature(1.0)),
-  "warm": chain(temperature(1.5)),
-  "top_k": chain(temperature(0.8), top_k(4)),
-  "top_p": chain(temperature(1.0), top_p(0.85)),
-  "repetition": chain(repetition(1.4), temperature(0.9)),
-}
-DRAWS, BATCH, WIDE = 200_000, 10_000, 8
+JUDGING = sys.modules["decoder.strategies.judging"]
 FREE = 0.0  # what a guess costs, so that as many are made as there is room for
-
-
-def laws(seed):
-  """Next-token probabilities after each of 8 tokens."""
-  table = np.random.default_rng(seed).dirichlet(np.full(WIDE, 0.7), WIDE)
-  return (table + 0.003) / (table + 0.003).sum(axis=1, keepdims=True)
-
-
-def draft_of(network):
-  return second_model(network.model, lambda rows, capacity: allocate(network.cache_spec, rows, capacity))
-
-
-def start(network, companion, rows, limits, transforms, capacity=64, seeds=None, **more):
-  state = begin(network, rows, limits, transforms=transforms, capacity=capacity, seeds=seeds, **more)
-  return state.replace(cache=Accompanied.around(state.cache, companion.allocate(len(rows), capacity)))
 
 
 def joint(target, draft, link, size=3, tokens=3):
@@ -67,50 +42,18 @@ def joint(target, draft, link, size=3, tokens=3):
   proposer = drafted(companion, link, None, FREE, (1.0,) * 4)
   model, both = accompanied(network.model, companion), Both(params, other_params)
   further = speculative(model, link, proposer, size)
-  first = autoregressive(model, drafting(link, proposer))
+  first = autoregressive(model, drafting(link, proposer.init))
 
   @jax.jit
   def texts(seeds_B):
     limit = tokens + 1
-    state = start(network, companion, [[0]] * BATCH, [limit] * BATCH, drafting(link, proposer), capacity=8)
+    state = start(network, companion, [[0]] * BATCH, [limit] * BATCH, drafting(link, proposer.init), capacity=8)
     keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(0), seed))(seeds_B)
     state, _ = first.step(both, state.replace(key_B=keys))
     return run(further, both, state, limit, 4 * limit).state.context_BL[:, 1:limit]
 
   seen = np.concatenate([np.asarray(texts(jnp.arange(n, n + BATCH))) for n in range(0, DRAWS, BATCH)])
   return np.bincount(seen @ (WIDE ** np.arange(tokens)[::-1]), minlength=WIDE**tokens).reshape((WIDE,) * tokens)
-
-
-def processed(link, logits_V, context):
-  state = begin(table_lm(laws(0))[0], [context], [len(context) + 4], transforms=link)
-  from decoder.sampling import Context
-
-  one = Context(state.context_BL[0], state.length_B[0], state.prompt_B[0], state.ends_BE[0], state.limit_B[0],
-                jax.random.key(0))  # fmt: skip
-  return np.asarray(jax.nn.softmax(link.update(jnp.asarray(logits_V, jnp.float32), link.init(), one)), np.float64)
-
-
-@functools.cache
-def expected(name, seed):
-  """The law of three tokens, by the chain applied to each prefix."""
-  table, link = np.log(laws(seed)), CHAINS[name]
-  law = np.zeros((WIDE,) * 3)
-  for a, chance in enumerate(processed(link, table[0], [0])):
-    if not chance:
-      continue
-    for b, second in enumerate(processed(link, table[a], [0, a])):
-      if second:
-        law[a, b] = chance * second * processed(link, table[b], [0, a, b])
-  return law
-
-
-def pvalue(counts, law):
-  assert counts[law == 0].sum() == 0, "something impossible was written"
-  likely = law * DRAWS >= 5
-  found = [*counts[likely], counts[~likely].sum()]
-  wanted = np.array([*law[likely], law[~likely].sum()]) * DRAWS
-  keep = wanted > 0
-  return stats.chisquare(np.array(found)[keep], wanted[keep] * (sum(np.array(found)[keep]) / wanted[keep].sum())).pvalue
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -137,7 +80,7 @@ def test_c86_an_argmax_draft_judged_by_q_is_found_out(monkeypatch):
 
 def test_c89_drawing_from_p_after_a_refusal_is_found_out(monkeypatch):
   """C89, negative control: what is not kept is replaced by a draw from p, not from what p has more than q."""
-  monkeypatch.setattr(SPECULATIVE, "_more", lambda kept_V, p_V, q_V: kept_V)
+  monkeypatch.setattr(JUDGING, "_more", lambda kept_V, p_V, q_V: kept_V)
   assert pvalue(joint(laws(1), laws(2), CHAINS["plain"]), expected("plain", 1)) < 1e-9
 
 
@@ -150,7 +93,7 @@ def test_a_draft_and_a_residue_of_one_noise_are_found_out(monkeypatch):
 def test_c89_equal_laws_leave_no_residue_and_no_nan():
   """C89: p == q: what p has more is nothing, in rounding; then p itself."""
   law_V = jnp.log(jnp.asarray(laws(1)[0], jnp.float32))
-  more_V = SPECULATIVE._more(law_V, law_V, law_V)
+  more_V = JUDGING._more(law_V, law_V, law_V)
   np.testing.assert_array_equal(more_V, law_V)
 
 
@@ -164,8 +107,10 @@ def test_c91_as_many_are_kept_as_the_laws_have_in_common(name):
   companion = draft_of(other)
   proposer = drafted(companion, link, None, FREE, (1.0,) * 4)
   model, both = accompanied(network.model, companion), Both(params, other_params)
-  state = start(network, companion, [[0]] * rows, [8] * rows, drafting(link, proposer), capacity=8, seeds=range(rows))
-  state, _ = jax.jit(autoregressive(model, drafting(link, proposer)).step)(both, state)
+  state = start(
+    network, companion, [[0]] * rows, [8] * rows, drafting(link, proposer.init), capacity=8, seeds=range(rows)
+  )
+  state, _ = jax.jit(autoregressive(model, drafting(link, proposer.init)).step)(both, state)
   state, _ = jax.jit(speculative(model, link, proposer, 1).step)(both, state)
   kept = float(np.mean(np.asarray(state.settings.accepted)))
   assert np.asarray(state.settings.drafted).min() == 1
@@ -173,59 +118,18 @@ def test_c91_as_many_are_kept_as_the_laws_have_in_common(name):
   assert kept > 1.2 * (p * q).sum()
 
 
-# Companions of a model that has features and a cache
-
-
-@functools.cache
-def small_head(seed=3):
-  """A random head for RAND-LM, as a companion, and its parameters; it drafts every second token."""
-  module = DraftHead(LlamaConfig.from_dict(head_config(CONFIG, range(0, 64, 2))), jnp.float32)
-  params = initialise(module, jax.random.key(seed))
-  params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, params)
-
-  def forward(both, tokens_BT, features_BTD, positions_BT, cache):
-    vectors_BTD = both.model["embed"]["weight"][tokens_BT]
-    return module.apply({"params": both.companion}, vectors_BTD, features_BTD, positions_BT, cache)
-
-  def logits(both, features_BD):
-    logits_BR = features_BD @ both.model["embed"]["weight"][::2].T
-    return jnp.full((features_BD.shape[0], 64), -jnp.inf).at[:, ::2].set(logits_BR)
-
-  spec = module.cache_spec()
-  head = Head(lambda rows, capacity: allocate(spec, rows, capacity), forward, logits, D, jnp.float32)
-  return feature_head(head), params
-
-
-def companions(kind):
-  """(companion, its parameters): a head, another model, or the model itself."""
-  if kind == "head":
-    return small_head()
-  network, params = rand_lm("gqa" if kind == "another" else "rope")
-  return draft_of(network), params
-
-
-ROWS, LIMITS, SEEDS = prompts([3, 9, 5]), [30, 25, 12], [7, 8, 9]
-
-
 def spoken(kind, link, size=3, rows=ROWS, limits=LIMITS, steps=40):
   network, params = rand_lm()
   companion, more = companions(kind)
   proposer = drafted(companion, link, None, FREE, (1.0,) * 4)
   model, both = accompanied(network.model, companion), Both(params, more)
-  first, further = autoregressive(model, drafting(link, proposer)), speculative(model, link, proposer, size)
+  first, further = autoregressive(model, drafting(link, proposer.init)), speculative(model, link, proposer, size)
 
   def whole(both, state):
     return run(further, both, first.step(both, state)[0], steps, steps * (size + 1)).state
 
-  state = start(network, companion, rows, limits, drafting(link, proposer), seeds=SEEDS[: len(rows)])
+  state = start(network, companion, rows, limits, drafting(link, proposer.init), seeds=SEEDS[: len(rows)])
   return jax.jit(whole)(both, state), companion, both
-
-
-def plain(link, rows=ROWS, limits=LIMITS):
-  network, params = rand_lm()
-  strategy = autoregressive(network.model, link)
-  state = begin(network, rows, limits, seeds=SEEDS[: len(rows)], transforms=link, capacity=64)
-  return jax.jit(lambda p, s: run(strategy, p, strategy.step(p, s)[0], 40, 40).state)(params, state)
 
 
 @pytest.mark.parametrize("kind", ["head", "another", "the same"])
@@ -250,7 +154,7 @@ def test_a_companion_remembers_the_text_and_nothing_it_guessed(kind):
   kept_B = done.length_B - 1
   positions_BT = jnp.arange(64)[None] + jnp.zeros((3, 1), jnp.int32)
   positions_BT = jnp.where(positions_BT < kept_B[:, None], positions_BT, -1)
-  fresh = start(network, companion, ROWS, LIMITS, drafting(link, drafted(companion, link, None, FREE)))
+  fresh = start(network, companion, ROWS, LIMITS, drafting(link, drafted(companion, link, None, FREE).init))
   _, cache = model.forward(both, done.context_BL, positions_BT, fresh.cache)
   last_B = jnp.take_along_axis(done.context_BL, kept_B[:, None], axis=1)[:, 0]
   now, _ = companion.guess(both, last_B, kept_B, done.cache.memory)

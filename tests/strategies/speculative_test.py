@@ -70,7 +70,7 @@ def joined(*emissions):
 
 def strategies(model, link, guesses, size):
   """What reads prompts, what goes on, and the chain of both."""
-  both = drafting(link, guesses)
+  both = drafting(link, guesses.init)
   return autoregressive(model, both), speculative(model, link, guesses, size), both
 
 

@@ -19,18 +19,18 @@ from absl import flags
 
 FLAGS = flags.FLAGS
 entry.define_model_flags()
-entry.define_weights_flag("q8_0", "float", *entry.WEIGHTS[1:])
+flags.DEFINE_enum("head_weights", "q8_0", ["float", *entry.WEIGHTS[1:]], "How the head is stored.")
 flags.DEFINE_string("seeds", str(Path(__file__).with_name("prompts") / "seeds.json"), "JSON file of templates, topics.")
 flags.DEFINE_string("out", None, "Directory of the run.")
-flags.DEFINE_integer("written", 4096, "Texts that the model writes.")
+flags.DEFINE_integer("written", 2560, "Texts that the model writes.")
 flags.DEFINE_integer("length", 256, "Tokens of a text, prompt included.")
 flags.DEFINE_integer("rows", 32, "Texts written at once.")
-flags.DEFINE_integer("steps", 1500, "Steps in all; the learning rate falls to 0 by the last.")
-flags.DEFINE_integer("tokens", 8192, "Tokens that the head may draft, the most frequent ones.")
+flags.DEFINE_integer("steps", 1200, "Steps in all; the learning rate falls to 0 by the last.")
+flags.DEFINE_integer("tokens", 6144, "Tokens that the head may draft, the most frequent ones.")
 flags.DEFINE_integer("guesses", 3, "Guesses ahead that it learns.")
 flags.DEFINE_float("fade", 0.8, "How much each further guess counts, of the one before it.")
 flags.DEFINE_integer("texts", 16, "Texts in a step.")
-flags.DEFINE_float("rate", 1e-3, "Highest learning rate.")
+flags.DEFINE_float("rate", 2e-3, "Highest learning rate.")
 flags.DEFINE_integer("warm_up", 100, "Steps until it is reached.")
 flags.DEFINE_integer("held_out", 64, "Texts that are not trained on.")
 flags.DEFINE_integer("every", 100, "Steps between two looks at them; then, too, the run is kept.")
@@ -40,14 +40,13 @@ flags.DEFINE_integer("seed", 0, "Of prompts, texts, weights and order.")
 def main() -> None:
   if FLAGS.out is None:
     raise ValueError("--out is missing; see --help")
-  import decoder
   from decoder.measure import plots
   from decoder.training import distillation, gathering, loop
 
   plots.check()
   plan = distillation.Plan(**{field.name: FLAGS[field.name].value for field in dataclasses.fields(distillation.Plan)})
   seeds = json.loads(Path(FLAGS.seeds).read_text(encoding="utf-8"))
-  lm, out = decoder.load(FLAGS.model, weights="keep"), Path(FLAGS.out)
+  lm, out = entry.load({}), Path(FLAGS.out)
   prompts = (
     lm.encode([{"role": "user", "content": text}])
     for text in gathering.filled(seeds["templates"], seeds["topics"], FLAGS.seed)
@@ -56,8 +55,9 @@ def main() -> None:
     lm.network, lm.params, lm.ends, prompts, out / "texts", texts=FLAGS.written, length=FLAGS.length, rows=FLAGS.rows,
     seed=FLAGS.seed,
   )  # fmt: skip
+  weights = None if FLAGS.head_weights == "float" else FLAGS.head_weights
   gathered, start = gathering.seconds(out / "texts"), time.perf_counter()
-  head = distillation.train(plan, texts, lm.network, lm.params, lm.config, lm.ends, out, weights=entry.weights())
+  head = distillation.train(plan, texts, lm.network, lm.params, lm.config, lm.ends, out, weights=weights)
   log = loop.read_log(out)
   plots.draw_training(log, out / "loss.png")
   last = log[-1]

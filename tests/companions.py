@@ -74,11 +74,17 @@ def pvalue(counts, law):
 
 
 @functools.cache
-def small_head(seed=3):
-  """A random head for RAND-LM, as a companion, and its parameters; it drafts every second token."""
+def head_module(seed=3):
+  """A random head for RAND-LM, which drafts every second token, and its parameters."""
   module = DraftHead(LlamaConfig.from_dict(head_config(CONFIG, range(0, 64, 2))), jnp.float32)
   params = initialise(module, jax.random.key(seed))
-  params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, params)
+  return module, jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, params)
+
+
+@functools.cache
+def small_head():
+  """The same as a companion."""
+  module, params = head_module()
 
   def forward(both, tokens_BT, features_BTD, positions_BT, cache):
     vectors_BTD = both.model["embed"]["weight"][tokens_BT]

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from decoder.cache import Contiguous, LayerSpec, Raw, allocate
 from decoder.checkpoint import Checkpoint
 from decoder.generate import LM
-from decoder.models import blocks
+from decoder.models import blocks, llama
 from decoder.models.llama import Llama, LlamaConfig
 from decoder.models.registry import Network, as_model, initialise
 from decoder.ops.linear import linear
@@ -99,7 +99,8 @@ def rand_lm(variant: str = "rope", dtype: Any = jnp.float32) -> tuple[Network, A
     return jnp.asarray(1 + 0.3 * drawn if leaf.ndim < 2 else drawn, dtype)
 
   params = jax.tree.map(values, jax.eval_shape(lambda key: initialise(module, key), jax.random.key(0)))
-  return Network(as_model(module), module.cache_spec(), V, 256, dtype), params
+  tables = llama.tables if isinstance(module, Llama) else None
+  return Network(as_model(module), module.cache_spec(), V, 256, dtype, tables=tables), params
 
 
 def table_lm(table_VV: Any, context: int = 256) -> tuple[Network, Any]:

@@ -38,12 +38,12 @@ class Plan:
   sense.
   """
 
-  steps: int = 1500
-  tokens: int = 8192
+  steps: int = 1200
+  tokens: int = 6144
   guesses: int = 3
   fade: float = 0.8
   texts: int = 16
-  rate: float = 1e-3
+  rate: float = 2e-3
   warm_up: int = 100
   held_out: int = 64
   every: int = 100
@@ -97,18 +97,28 @@ def told(head: DraftHead, params: Any, lesson: Lesson, guesses: int) -> Told:
   features_BTD = lesson.features_BTD.astype(jnp.float32)
   vectors_BTD, table_RD = lesson.vectors_BTD.astype(jnp.float32), lesson.table_RD
   model_BTR = jax.nn.softmax(features_BTD @ table_RD.T)
-  before_BTD, cache = features_BTD, Unrolled(positions_BT)
   sums = []
-  for guess in range(guesses):
-    before_BTD = jnp.pad(before_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    before_BTD, cache = head.apply({"params": params}, vectors_BTD, before_BTD, positions_BT, cache)
-    head_BTR = before_BTD @ table_RD.T
+  for guess, guessed_BTD in enumerate(unroll(head, params, vectors_BTD, features_BTD, guesses)):
+    head_BTR = guessed_BTD @ table_RD.T
     mass_BT = jax.nn.logsumexp(head_BTR, axis=-1)
     loss_BT = mass_BT - jnp.sum(model_BTR * head_BTR, axis=-1)
     kept_BT = jnp.sum(jnp.minimum(model_BTR, jnp.exp(jax.lax.stop_gradient(head_BTR - mass_BT[..., None]))), axis=-1)
     asked_BT = lesson.asked_BT & (positions_BT >= guess)
     sums.append([jnp.sum(jnp.where(asked_BT, x, 0.0)) for x in (loss_BT, kept_BT, jnp.float32(1))])
   return Told(*(jnp.stack(column) for column in zip(*sums)))
+
+
+def unroll(head: DraftHead, params: Any, vectors_BTD: Array, features_BTD: Array, guesses: int) -> list[Array]:
+  """What the head takes the features of each token to be, guess by guess: the first follows what the model found before
+  the token, each further one what the guess before found there."""
+  batch, length = vectors_BTD.shape[:2]
+  positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+  found, cache = [], Unrolled(positions_BT)
+  for _ in range(guesses):
+    before_BTD = jnp.pad(features_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    features_BTD, cache = head.apply({"params": params}, vectors_BTD, before_BTD, positions_BT, cache)
+    found.append(features_BTD)
+  return found
 
 
 def train(

@@ -137,13 +137,13 @@ class Cache:
 
   def keep(self, path_BT: Array) -> "Cache":
     """Commits one path of the drafted tree, given as indices into its block (NONE: no more), and drops the rest."""
-    if self.tail is None or self.drafts is None:
+    if self.tail is None:
       raise ValueError("keep() wants a drafted block: call branch(visible_BTT), then the model's forward, then keep()")
     chosen = jnp.maximum(path_BT, 0)
     positions = jnp.where(path_BT >= 0, jnp.take_along_axis(self.tail.positions_BT, chosen, axis=1), NONE)
     cache = self.replace(tail=None, drafts=None).claim(positions)
     index = chosen[:, :, None, None]
-    for number, values in enumerate(self.drafts):
+    for number, values in enumerate(self.drafts or ()):
       kept = {name: jnp.take_along_axis(x, index, axis=1) for name, x in values.items()}
       cache = cache.with_layer(number, cache.layer(number).append(positions, kept["k"], kept["v"]))
     return cache

@@ -17,7 +17,7 @@ from decoder.sampling import Context, LogitTransform, categorical
 from decoder.strategies.accompanied import Companion
 from decoder.strategies.autoregressive import Finish, State, without_padding
 from decoder.strategies.judging import draft_key
-from decoder.strategies.speculative import COSTS, Drafts, Proposer, adapted, worth
+from decoder.strategies.speculative import CHANCE, COSTS, Drafts, Proposer, adapted, worth
 from decoder.types import NONE, Array, Params
 
 
@@ -43,7 +43,7 @@ def drafted(
   """
 
   def init() -> np.ndarray:
-    return np.float32(0.7)
+    return np.float32(CHANCE)
 
   def propose(params: Params, state: State, size: int) -> tuple[State, Drafts]:
     count_B = jax.vmap(lambda chance: worth(chance, size, costs, each))(state.settings.memory)

@@ -61,13 +61,16 @@ class Proposer(NamedTuple):
   learn: Callable[[Any, Array, Array], Any]
 
 
-_MEMORY = 0.8  # of acceptance: the share that stays after a step
+CHANCE = 0.7  # that a guess is kept, before any was judged
+_MEMORY, _HOPE = 0.8, 0.02  # of the chance: the share that stays after a guess; how it returns where none is made
 
 
 def adapted(chance: Array, drafted: Array, accepted: Array) -> Array:
-  """The chance that a guess is kept, as it went so far, after so many more guesses of which so many were kept."""
+  """The chance that a guess is kept, as it went so far, after so many more guesses of which so many were kept. Where
+  none was made it returns slowly to what it was at first, so that a text which was hard to guess is tried again."""
   seen = jnp.minimum(accepted + 1, drafted)  # those that were judged: the kept and the first that was not
-  return chance + (1 - _MEMORY ** seen.astype(jnp.float32)) * (accepted / jnp.maximum(seen, 1) - chance)
+  learnt = chance + (1 - _MEMORY ** seen.astype(jnp.float32)) * (accepted / jnp.maximum(seen, 1) - chance)
+  return jnp.where(drafted > 0, learnt, chance + _HOPE * (CHANCE - chance))
 
 
 def worth(chance: Array, size: int, costs: Sequence[float], each: float = 0.0) -> Array:

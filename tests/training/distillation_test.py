@@ -142,8 +142,9 @@ def test_it_learns_and_drafts_for_its_model(trained):
   network, params = rand_lm()
   lm = facade(network, params)
   plain = [lm.generate(prompt, max_new_tokens=40) for prompt in prompts([4, 9], seed=99, size=V - 2)]
-  texts = [list(one.prompt_ids) for one in plain]
-  for got, want in zip(lm.generate(texts, max_new_tokens=40, speculate=f"head:{head}"), plain):
+  texts, spec = [list(one.prompt_ids) for one in plain], f"head:{head}"
+  lm._drafters[spec] = lm.drafter(spec)._replace(each=0.0)  # beside so small a model a guess is never worth its cost
+  for got, want in zip(lm.generate(texts, max_new_tokens=40, speculate=spec), plain):
     assert got.token_ids == want.token_ids
     assert got.speculated.accepted > 0
 

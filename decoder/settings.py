@@ -38,7 +38,8 @@ class Settings(BeamSettings):
   add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
   None refuses it. capacity: tokens the cache has room for; None chooses it.
   speculate: 'lookup' guesses ahead what followed when the same tokens stood there before, and judges all guesses in one
-  pass: the same text in fewer steps; 'off'. draft_tokens: most guesses a step, 1, 3 or 7.
+  pass: the same text in fewer steps, also where it must fit; not with beams or guidance. 'off' does not. draft_tokens:
+  most guesses a step, 1, 3 or 7.
   src, tgt: the languages of the text and of its translation, by their codes in the model's vocabulary; only for models
   that have such.
   logprobs: number of alternatives to report with each token's log-prob and rank, 0 for none but its own; None reports
@@ -124,9 +125,9 @@ class Settings(BeamSettings):
       raise ValueError(f"speculate must be 'off' or 'lookup', got {self.speculate!r}")
     if self.draft_tokens not in SIZES or isinstance(self.draft_tokens, bool):
       raise ValueError(f"draft_tokens must be 1, 3 or 7, one less than a block, got {self.draft_tokens!r}")
-    constrained = self.constraint() is not None
-    if self.speculate != "off" and (constrained or self.searches or scale != 1):
-      other = "a schema, regex, grammar or choice" if constrained else "beams" if self.searches else "guidance_scale"
+    self.constraint()  # refuses one that is malformed
+    if self.speculate != "off" and (self.searches or scale != 1):
+      other = "beams" if self.searches else "guidance_scale"
       raise ValueError(f"speculate is not offered together with {other}; set speculate to 'off'")
     if self.searches:
       self._check_search()

@@ -1,6 +1,6 @@
 """Strategies: how tokens come out of a model (floor 3). They never import models."""
 
-from decoder.strategies.asking import asking
+from decoder.strategies.asking import announced, answered, asking, told_width
 from decoder.strategies.autoregressive import Finish, State, autoregressive, init, pending, release
 from decoder.strategies.beam import Plan, Search, beam, hypotheses, spread
 from decoder.strategies.beam_rules import Early, Rules
@@ -26,6 +26,8 @@ __all__ = [
   "Search",
   "State",
   "Told",
+  "announced",
+  "answered",
   "asking",
   "autoregressive",
   "beam",
@@ -43,4 +45,5 @@ __all__ = [
   "speculative",
   "spread",
   "stream",
+  "told_width",
 ]

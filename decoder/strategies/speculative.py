@@ -96,11 +96,11 @@ def speculative(
     logits_RV = model.head(params, features_BJD.reshape(-1, features_BJD.shape[-1])).astype(jnp.float32)
     return state.replace(cache=cache), logits_RV.reshape(*features_BJD.shape[:2], -1)
 
-  def draw(state: State, raw_BJV: Array) -> tuple[State, Emission]:
+  def draw(state: State, raw_BJV: Array, allowed_BJV: Array | None = None) -> tuple[State, Emission]:
     drafted_B = jnp.sum(state.positions_BT[:, 1:] >= 0, axis=1, dtype=jnp.int32)
     judged = jax.vmap(lambda *row: _judge(chain, inspect, vocab_size, *row))(
-      raw_BJV, state.tokens_BT[:, 1:], drafted_B, state.settings.settings, state.context_BL, state.length_B,
-      state.prompt_B, state.ends_BE, state.limit_B, state.finish_B, state.key_B,
+      raw_BJV, allowed_BJV, state.tokens_BT[:, 1:], drafted_B, state.settings.settings, state.context_BL,
+      state.length_B, state.prompt_B, state.ends_BE, state.limit_B, state.finish_B, state.key_B,
     )  # fmt: skip
     count_B, length_B = judged.j, state.length_B + judged.j
     accepted_B = jnp.minimum(jnp.maximum(count_B - 1, 0), drafted_B)
@@ -165,14 +165,18 @@ class _Judged(NamedTuple):
 
 
 def _judge(
-  chain: LogitTransform, inspect: Callable, vocab_size: int | None, raw_JV: Array, guesses_K: Array, drafted: Array,
-  settings: Any, context_L: Array, length: Array, prompt: Array, ends_E: Array, limit: Array, finish: Array, key: Array,
+  chain: LogitTransform, inspect: Callable, vocab_size: int | None, raw_JV: Array, allowed_JV: Array | None,
+  guesses_K: Array, drafted: Array, settings: Any, context_L: Array, length: Array, prompt: Array, ends_E: Array,
+  limit: Array, finish: Array, key: Array,
 ) -> _Judged:  # fmt: skip
   """Draws tokens at one position after the other, as long as they are the guesses."""
 
   def drawn(j: Array, settings: Any, context_L: Array) -> tuple[Drawn, Any]:
     context = Context(context_L, length + j, prompt, ends_E, limit, jax.random.fold_in(key, length + j))
-    return draw_row(chain, raw_JV[j], without_padding(raw_JV[j], vocab_size), settings, context)
+    logits_V = without_padding(raw_JV[j], vocab_size)
+    if allowed_JV is not None:
+      logits_V = jnp.where(allowed_JV[j], logits_V, -jnp.inf)
+    return draw_row(chain, raw_JV[j], logits_V, settings, context)
 
   def body(now: _Judged) -> _Judged:
     draw, after = drawn(now.j, now.settings, now.context_L)

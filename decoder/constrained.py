@@ -1,14 +1,15 @@
 """Decoding together with the host, for rows whose text must fit something: a mask a token.
 
 What may come next depends on the token before, which the host knows only once it is drawn. The forward pass over that
-token needs no mask and takes nearly all the time: meanwhile the host makes the masks for the next draw.
+token needs no mask and takes nearly all the time: meanwhile the host makes the masks for the next draw, and where what
+follows is guessed, those after each guess.
 
 `Asked` has many steps in one call, in which the program tells and asks the host through a channel; where there is none
 (on accelerators, and without a compiler), `Constrained` makes two calls a step.
 """
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,7 @@ from decoder.ops.kernels import build
 from decoder.ops.kernels.channel import Channel
 from decoder.programs import Programs
 from decoder.reader import Reader
-from decoder.strategies import Finish, State
-from decoder.text.constraints import Constraint
+from decoder.strategies import State, told_width
 from decoder.types import Array, Emission
 
 
@@ -31,7 +31,7 @@ class Constrained:
 
   def __init__(self, programs: Programs, readers: Sequence[Reader]):
     self._programs, self._readers = programs, readers
-    self._logits_BV: Array | None = None  # of what may come next
+    self._logits: Array | None = None  # of what may come next
     self._goes_on = True
 
   def prepare(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
@@ -39,21 +39,29 @@ class Constrained:
     self._programs.prepare_halves(state, lengths, held, loop=loop)
 
   def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
-    state, self._logits_BV = self._programs.read_half(state, lengths, held)
-    return self._draw(state)
+    state, logits_BV = self._programs.read_half(state, lengths, held)
+    masks_BW = self._programs.open_masks(state.length_B.shape[0])
+    for row, reader in self._bound():
+      masks_BW[row] = reader.constraint.mask()
+    return self._forward(*self._programs.draw(state, logits_BV, masks_BW))
 
   def loop(self, state: State, limit: int) -> tuple[State, Emission]:
     """One step, whatever the limit: the masks of the next depend on what it draws."""
-    return self._draw(state)
+    masks_BJW = self._programs.open_masks(state.length_B.shape[0], self._programs.block)
+    guesses = self._programs.guesses(state)
+    for row, reader in self._bound():
+      masks_JW = reader.constraint.masks(guesses[row])
+      masks_BJW[row, : len(masks_JW)] = masks_JW
+    return self._forward(*self._programs.draw_further(state, self._logits, masks_BJW))
 
-  def _draw(self, state: State) -> tuple[State, Emission]:
-    masks_BW = self._programs.open_masks(state)
-    for row, reader in enumerate(self._readers):
-      if reader.constraint is not None and not reader.done:
-        masks_BW[row] = reader.constraint.mask()
-    state, emission = self._programs.draw(state, self._logits_BV, masks_BW)
+  def _bound(self) -> Iterator[tuple[int, Reader]]:
+    """Rows whose next token must fit, and their readers."""
+    return ((n, one) for n, one in enumerate(self._readers) if one.constraint is not None and not one.done)
+
+  def _forward(self, state: State, emission: Emission) -> tuple[State, Emission]:
+    """Gives out what comes before the next draw."""
     if self._goes_on:
-      state, self._logits_BV = self._programs.forward(state)
+      state, self._logits = self._programs.forward(state)
     return state, emission
 
 
@@ -65,34 +73,49 @@ class Asked(Constrained):
     self._programs.prepare_asking(state, lengths, held, loop=loop)
 
   def loop(self, state: State, limit: int) -> tuple[State, Emission]:
-    texts = [None if reader.done else reader.constraint and reader.constraint.copy() for reader in self._readers]
     with Channel() as channel, concurrent.futures.ThreadPoolExecutor(1) as other:
       try:  # in a thread of its own, since giving a call out may be waiting for its end
         running = other.submit(self._programs.loop_asking, state, limit, channel.number)
-        self._answer(channel, running, texts, state.length_B.shape[0])
+        self._answer(channel, running, state.length_B.shape[0])
       finally:
         channel.close()
-      state, emission = jax.block_until_ready(running.result())
-    for reader, text in zip(self._readers, texts):
-      if text is not None and text.error is not None:
-        reader.constraint.error = text.error
-    return state, emission
+      return jax.block_until_ready(running.result())
 
-  def _answer(self, channel: Channel, running: Any, texts: Sequence[Constraint | None], rows: int) -> None:
-    """texts: as far as rows have come; advanced by what is told."""
+  def _answer(self, channel: Channel, running: Any, rows: int) -> None:
+    block, texts = self._programs.block, {row: _Text(reader) for row, reader in self._bound()}
     ended_B = np.zeros(rows, np.int8)
-    ended_B[: len(texts)] = [reader.done for reader in self._readers]
-    masks_BW, known = self._programs.open_masks_for(rows), True  # the readers have read what is told first
-    while (told := channel.hear(rows, lambda: running.done() and running.exception() is not None)) is not None:
-      for row, text in enumerate(texts):
-        if text is None:
-          continue
-        if not known and told.finish_B[row] == Finish.RUNNING:
-          text.commit([int(told.tokens_B[row])])
-          ended_B[row] = text.done
-        masks_BW[row] = text.mask()
-      channel.answer(masks_BW, ended_B)
-      known = False
+    ended_B[: len(self._readers)] = [reader.done for reader in self._readers]
+
+    def failed() -> bool:
+      return running.done() and running.exception() is not None
+
+    while (told := channel.hear(rows, told_width(block), failed)) is not None:
+      masks_BJW = self._programs.open_masks(rows, block)
+      for row, text in texts.items():
+        masks_JW = text.hear(*(leaf[row] for leaf in told))
+        masks_BJW[row, : len(masks_JW)] = masks_JW
+        ended_B[row] = text.done
+      channel.answer(masks_BJW, ended_B)
+
+
+class _Text:
+  """A row's text, as far as the host has been told of it within a call."""
+
+  def __init__(self, reader: Reader):
+    self._fits = reader.constraint.copy()
+    self._length = len(reader.request.prompt_ids) + reader.drawn
+
+  @property
+  def done(self) -> bool:
+    return self._fits.done
+
+  def hear(self, tokens_T: np.ndarray, positions_T: np.ndarray, length: int) -> np.ndarray:
+    """Takes what was drawn since; the mask for what comes next, and after each of the guesses."""
+    for token in tokens_T[(positions_T >= self._length) & (positions_T < length)]:
+      if not self.done:  # what is drawn after the end, in the same step, is no text
+        self._fits.commit([token])
+    self._length = length
+    return self._fits.masks(tokens_T[positions_T >= length])
 
 
 def driver(programs: Programs, readers: Sequence[Reader]) -> Any:

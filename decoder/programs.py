@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from decoder.cache import Cache, Raw, allocate
 from decoder.models.registry import Network
@@ -22,7 +23,7 @@ from decoder.sampling import request_key
 from decoder.settings import Settings
 from decoder.strategies import State, Told, asking, autoregressive, forward_telling, init, pending, run
 from decoder.strategies.loop import Run
-from decoder.types import Array, Emission
+from decoder.types import Array, Emission, Strategy
 
 CHUNK = 512  # most prompt tokens read at once: longer ones gain nothing and their scores take memory
 SMALLEST_CHUNK = 16
@@ -67,12 +68,14 @@ class Clock:
 
 class Programs:
   """The compiled programs of one model under one order of transforms, that of `settings`; their numbers are data.
+  `_strategy` reads prompts and draws what comes first, `_further` goes on; block: most tokens that a step of it draws.
 
   full: whether for the full chain of that order or the short one. inspect: what is told of each draw. Each program
   takes the State and gives a new one; the old one is donated, so its cache is updated in place.
   """
 
   cache_type: type = Cache  # what they go on from
+  block = 1
   runs_ahead = True  # a next call needs nothing of what the host reads from the last
 
   def __init__(
@@ -82,7 +85,7 @@ class Programs:
     self._network, self._params, self._full, self._clock = network, params, full, clock
     chain = settings.chain(full)
     self.links = chain.update.names  # what an explanation calls them
-    self._strategy = autoregressive(network.model, chain, vocab_size, inspect)
+    self._strategy = self._further = autoregressive(network.model, chain, vocab_size, inspect)
     self._compiled: dict[tuple, Callable] = {}
 
   def numbers(self, settings: Settings) -> Any:
@@ -156,11 +159,10 @@ class Programs:
     self._loop_asking(state)
 
   def prepare_halves(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
-    """Compiles what `read_half`, `forward` and `draw` will need."""
-    logits_BV = self.prepare_reading(state, lengths, held)
+    """Compiles what `read_half`, `draw`, `forward` and `draw_further` will need."""
+    self.prepare_draw(state, self.prepare_reading(state, lengths, held))
     if loop:
-      self.prepare_forward(state)
-    self.prepare_draw(state, logits_BV)
+      self.prepare_further(state)
 
   def prepare_asking(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
     """Compiles what `read_half`, `draw` and `loop_asking` will need."""
@@ -196,15 +198,15 @@ class Programs:
 
   def prepare_draw(self, state: State, logits_BV: Any) -> None:
     """Compiles what `draw` will need."""
-    self._draw(state.replace(cache=None), logits_BV, self.open_masks(state))
+    self._draw(state.replace(cache=None), logits_BV, self.open_masks(state.length_B.shape[0]))
 
   def prepare_loop(self, state: State) -> None:
     """Compiles what `loop` will need."""
     self._loop(state)
 
-  def prepare_forward(self, state: State) -> None:
-    """Compiles what `forward` will need."""
-    self._forward(1, state, None)
+  def prepare_further(self, state: State) -> None:
+    """Compiles what `forward` and `draw_further` will need, after what `draw` does."""
+    self._forward_further(state)
 
   def fork(self, *arguments: Any) -> tuple[State, Array]:
     """(state, logits_BV, rows_R, fields): a State for the requests in `fields`, request r going on from what row
@@ -217,22 +219,28 @@ class Programs:
     return jax.eval_shape(_forked, *arguments)
 
   def forward(self, state: State) -> tuple[State, Array]:
-    """Reads each row's last token; gives the logits that `draw` takes. Returns before the device is done."""
-    return self._forward(1, state, None)(state, None)
+    """Reads each row's last token, and guesses of what follows; gives the logits that `draw_further` takes. Returns
+    before the device is done."""
+    return self._forward_further(state)(state.cache, state.replace(cache=None))
 
-  def open_masks(self, state: State) -> np.ndarray:
-    """Masks for `draw` that forbid nothing, to be changed: a bit an id, uint32 words, lowest bit first."""
-    return self.open_masks_for(state.length_B.shape[0])
+  def guesses(self, state: State) -> list[Sequence[int]]:
+    """What `forward` has guessed to follow in each row."""
+    return [()] * state.length_B.shape[0]
 
-  def open_masks_for(self, rows: int) -> np.ndarray:
-    """The same for a number of rows."""
-    return np.full((rows, -(-self._network.vocab_size // 32)), 2**32 - 1, np.uint32)
+  def open_masks(self, *shape: int) -> np.ndarray:
+    """Masks of this shape that forbid nothing, to be changed: a bit an id, uint32 words, lowest bit first. For `draw`
+    one a row; for the draws of a loop, (rows, block) of them."""
+    return np.full((*shape, -(-self._network.vocab_size // 32)), 2**32 - 1, np.uint32)
 
   def draw(self, state: State, logits_BV: Array, masks_BW: np.ndarray) -> tuple[State, Emission]:
     """Draws a token a row among those that its mask allows."""
     rest = state.replace(cache=None)  # many arrays, which cost time to pass and which a draw does not touch
     after, emission = self._draw(rest, logits_BV, masks_BW)(rest, logits_BV, masks_BW)
     return after.replace(cache=state.cache), emission
+
+  def draw_further(self, state: State, logits_BV: Array, masks_BJW: np.ndarray) -> tuple[State, Emission]:
+    """Draws after `forward`: masks for what comes next, and after each of the guesses."""
+    return self.draw(state, logits_BV, masks_BJW[:, 0])
 
   def _allocate(self, rows: int, capacity: int, fields: dict[str, Any], **more: Any) -> Any:
     return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype, bits=True), **more)
@@ -258,16 +266,23 @@ class Programs:
     key = ("last", size, signature(state))
     return self._compile_with_params(key, f"prompts up to {size} tokens", program, state, start_B)
 
-  def _forward(self, size: int, state: State, start_B: np.ndarray | None) -> Callable:
-    """start_B: where the `size` tokens to read start; None: what is pending."""
+  def _forward(self, size: int, state: State, start_B: np.ndarray) -> Callable:
+    """start_B: where the `size` tokens to read start."""
 
-    def program(params: Any, state: State, start_B: Array | None) -> tuple[State, Array]:
-      reading = state if start_B is None else pending(state, start_B, size)
-      after, logits_BV = self._strategy.forward(params, reading)
+    def program(params: Any, state: State, start_B: Array) -> tuple[State, Array]:
+      after, logits_BV = self._strategy.forward(params, pending(state, start_B, size))
       return after.replace(tokens_BT=state.tokens_BT, positions_BT=state.positions_BT), logits_BV
 
-    key = ("forward", size, start_B is None, signature(state))
+    key = ("forward", size, signature(state))
     return self._compile_with_params(key, f"forward of {size} tokens", program, state, start_B)
+
+  def _forward_further(self, state: State) -> Callable:
+    def program(params: Any, cache: Any, rest: State) -> tuple[State, Array]:
+      return self._further.forward(params, rest.replace(cache=cache))
+
+    # Only the cache is donated: with guesses, what is pending comes back in another shape.
+    key, arguments = ("forward further", signature(state)), (state.cache, state.replace(cache=None))
+    return self._compile_with_params(key, "forward of what was drawn last", program, *arguments)
 
   def _telling(self, size: int, number: int, state: State, start_B: np.ndarray) -> Callable:
     forward = forward_telling(self._network.model, number)
@@ -291,24 +306,28 @@ class Programs:
 
   def _loop(self, state: State) -> Callable:
     def program(params: Any, state: State, limit: Array) -> Run:
-      return run(self._strategy, params, state, limit, LOOP)
+      return run(self._further, params, state, limit, LOOP * self.block)
 
     return self._compile_with_params(("loop", signature(state)), "the decode loop", program, state, np.int32(0))
 
   def _loop_asking(self, state: State) -> Callable:
     def program(params: Any, state: State, limit: Array, number: Array) -> Run:
-      done, emission = run(asking(self._strategy, number, self._allowed), params, state, limit, LOOP)
+      done, emission = run(self._asking(number), params, state, limit, LOOP * self.block)
       return Run(done, emission._replace(count_B=over(number, emission.count_B)))
 
     zero, key = np.int32(0), ("loop asking", signature(state))
     return self._compile_with_params(key, "the decode loop under a constraint", program, state, zero, zero)
 
-  def _allowed(self, masks_BW: Array) -> Array:
-    return _unpack(masks_BW)[:, : self._network.vocab_size]
+  def _asking(self, number: Array) -> Strategy:
+    """What goes on, asking at channel `number`."""
+    return asking(self._further, number, self._allowed)
+
+  def _allowed(self, masks: Array) -> Array:
+    return _unpack(masks)[..., : self._network.vocab_size]
 
   def _compile_with_params(self, key: tuple, what: str, program: Callable, *arguments: Any) -> Callable:
-    """The program with its first argument given, the parameters; it takes and donates a State. They are passed as a
-    flat list: taking a tree of quantised weights apart would cost more than the call."""
+    """The program with its first argument given, the parameters; it donates the second, a State or a cache. Parameters
+    are passed as a flat list: taking a tree of quantised weights apart would cost more than the call."""
     if key not in self._compiled:
       leaves, tree = jax.tree.flatten(self._params)
 
@@ -347,10 +366,10 @@ def _forked(state: State, logits_BV: Array, rows_R: Array, fields: dict[str, Any
   return _begin(state.cache.select(rows_R), fields), logits_BV[rows_R]
 
 
-def _unpack(words_BW: Array) -> Array:
-  """Bits, lowest first, as bool."""
-  shifts = jnp.arange(32, dtype=jnp.uint32)[None, None]
-  return ((words_BW[..., None] >> shifts) & 1).astype(bool).reshape(words_BW.shape[0], -1)
+def _unpack(words: Array) -> Array:
+  """Bits of the last axis, lowest first, as bool."""
+  bits = words[..., None] >> lax.broadcasted_iota(jnp.uint32, (*words.shape, 32), words.ndim)
+  return (bits & 1).astype(bool).reshape(*words.shape[:-1], -1)
 
 
 def signature(tree: Any) -> tuple:

@@ -31,9 +31,9 @@ class Apart:
     self._number = size_for(max(asked)) if asked else None
     self.told: list[Any] = [None] * len(requests)
     self._parts: list[Any] = []  # what each chunk told
-    self.loop, self.forward, self.runs_ahead = programs.loop, programs.forward, programs.runs_ahead
-    self.loop_asking, self.open_masks_for = programs.loop_asking, programs.open_masks_for
-    self.draw, self.open_masks = programs.draw, programs.open_masks
+    self.loop, self.loop_asking, self.runs_ahead = programs.loop, programs.loop_asking, programs.runs_ahead
+    self.forward, self.guesses, self.block = programs.forward, programs.guesses, programs.block
+    self.draw, self.draw_further, self.open_masks = programs.draw, programs.draw_further, programs.open_masks
 
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> State:
     """A State of one row for each distinct prompt; the rows of `fields` come once they are read."""
@@ -57,7 +57,7 @@ class Apart:
   def prepare_halves(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
     forked = self._prepare_reading(state, held)
     if loop:
-      self._programs.prepare_forward(forked)
+      self._programs.prepare_further(forked)
 
   def prepare_asking(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
     forked = self._prepare_reading(state, held)
@@ -74,7 +74,7 @@ class Apart:
 
   def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
     state, logits_BV = self.read_half(state, lengths, held)
-    return self.draw(state, logits_BV, self.open_masks(state))
+    return self.draw(state, logits_BV, self.open_masks(state.length_B.shape[0]))
 
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
     if self._number is None:

@@ -85,7 +85,7 @@ class Reader:
       self.drawn += 1
       deltas.append(self._feed_one(int(token)))
     if not self.done and finish == Finish.ERROR and self.constraint is not None:
-      self.stop_reason = self.constraint.error
+      self.stop_reason = self.constraint.problem()
     if not self.done and finish != Finish.RUNNING:
       deltas.append(self.end({Finish.LENGTH: "length", Finish.ERROR: "error"}.get(Finish(finish), "cancelled")))
     return "".join(deltas)

@@ -38,11 +38,12 @@ class Settings(BeamSettings):
   detokenize: False leaves the text empty and the tokens as they are; stop strings cannot be found then.
   add_bos: None does as the model wants. truncate: 'left' or 'middle' drops tokens of a prompt that does not fit;
   None refuses it. capacity: tokens the cache has room for; None chooses it.
-  speculate: guesses ahead and judges all guesses in one pass, for fewer steps. 'lookup' guesses what followed when the
-  same tokens stood there before: the same text; 'head' has a head guess that was trained for the model, 'head:NAME'
-  another one, 'draft:NAME' a smaller model: the same law, and at temperature 0 the same text; 'off'. draft_tokens: most
-  guesses a step, 1, 3 or 7. draft_tree: with a head or a draft model, how many guesses for each of the next tokens, as
-  (3, 2, 2): none is made by chance, so the text is the same; () guesses one for each.
+  speculate: guesses ahead and judges all guesses in one pass, for fewer steps, also where the text must fit something;
+  not with beams or guidance. 'lookup' guesses what followed when the same tokens stood there before: the same text;
+  'head' has a head guess that was trained for the model, 'head:NAME' another one, 'draft:NAME' a smaller model: the same
+  law, and at temperature 0 the same text; 'off'. draft_tokens: most guesses a step, 1, 3 or 7. draft_tree: with a head or
+  a draft model, how many guesses for each of the next tokens, as (3, 2, 2): none is made by chance, so the text is the
+  same; () guesses one for each.
   src, tgt: the languages of the text and of its translation, by their codes in the model's vocabulary; only for models
   that have such.
   logprobs: number of alternatives to report with each token's log-prob and rank, 0 for none but its own; None reports
@@ -129,9 +130,9 @@ class Settings(BeamSettings):
     if self.draft_tokens not in SIZES or isinstance(self.draft_tokens, bool):
       raise ValueError(f"draft_tokens must be 1, 3 or 7, one less than a block, got {self.draft_tokens!r}")
     self._check_tree()
-    constrained = self.constraint() is not None
-    if self.speculate != "off" and (constrained or self.searches or scale != 1):
-      other = "a schema, regex, grammar or choice" if constrained else "beams" if self.searches else "guidance_scale"
+    self.constraint()  # refuses one that is malformed
+    if self.speculate != "off" and (self.searches or scale != 1):
+      other = "beams" if self.searches else "guidance_scale"
       raise ValueError(f"speculate is not offered together with {other}; set speculate to 'off'")
     if self.searches:
       self._check_search()
@@ -147,6 +148,8 @@ class Settings(BeamSettings):
       )
     if tree and self.speculate in ("off", "lookup"):
       raise ValueError(f"draft_tree is for a head or a draft model, and speculate is {self.speculate!r}")
+    if tree and self.constraint() is not None:
+      raise ValueError("draft_tree is not offered together with a schema, regex, grammar or choice; leave it out")
 
   def _check_search(self) -> None:
     """ValueError for what needs a text that is known while it is written."""

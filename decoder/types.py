@@ -82,9 +82,10 @@ class Strategy(NamedTuple):
   """How tokens come out of a model: pure functions over a State pytree, known to loops, streams and schedulers.
 
   init: (cache, request fields) -> State.
-  forward: (params, state) -> (state, logits_BV). Reads the state's pending tokens into the cache.
+  forward: (params, state) -> (state, logits_BV). Reads the state's pending tokens into the cache. Where it reads
+    guesses too, logits_BJV: after the last token and after each of them.
   draw: (state, logits_BV, allowed_BV=None) -> (state, Emission). Chooses what comes next, without parameters;
-    `allowed_BV` (bool) is a mask computed on the host while `forward` ran.
+    `allowed_BV` (bool, of the logits' shape) is a mask computed on the host while `forward` ran.
   """
 
   init: Callable

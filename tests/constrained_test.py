@@ -231,7 +231,7 @@ def test_an_error_of_the_host_ends_the_call_that_waits_for_it(alone, monkeypatch
 def test_a_program_whose_listener_is_gone_fails_and_does_not_wait():
   told = jax.jit(channel.tell)
   with pytest.raises(Exception, match="nobody listens"):
-    jax.block_until_ready(told(np.int32(-5), np.zeros((1, 1), np.int32), np.zeros(1, np.int8)))
+    jax.block_until_ready(told(np.int32(-5), *(np.zeros((1, 1), np.int32) for _ in range(2)), np.zeros(1, np.int32)))
 
 
 def test_samples_of_one_prompt_each_have_their_own_parser():

@@ -100,7 +100,10 @@ KINDS = {
   "vllm": (40, 3, {"preset": ("vllm",), "bad_words": ([[1], [2, 3]],)}),
   "llamacpp": (40, 3, {"preset": ("llamacpp",), "presence_penalty": (0.5,)}),
   "mlx": (40, 3, {"preset": ("mlx",), "presence_penalty": (0.5,)}),
-  "guessed": (80, 3, {**ALWAYS_FULL, "speculate": ("lookup",), "draft_tokens": (3,), "max_new_tokens": (6, 9)}),
+  "guessed": (80, 3, {
+    **ALWAYS_FULL, "speculate": ("lookup",), "draft_tokens": (3,), "max_new_tokens": (6, 9),
+    "regex": (None, None, "[A-C]{1,4}", "(AB|C~)*"),
+  }),
   "beams": (120, 2, {
     **ALWAYS_FULL, "num_beams": (4,), "num_beam_groups": (2,), "diversity_penalty": (0.0, 0.5), "n": (1, 4),
     "length_penalty": (1.0, 0.0, -1.0, 3.0), "length_norm": ("length", "gnmt"), "patience": (1.0, 1.0, 2.0),

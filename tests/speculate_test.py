@@ -112,7 +112,6 @@ def test_nothing_recompiles_while_acceptance_varies(lm):
     ({"draft_tokens": 4}, "draft_tokens must be 1, 3 or 7"),
     ({"draft_tokens": 0}, "draft_tokens must be 1, 3 or 7"),
     ({"speculate": "lookup", "num_beams": 2}, "not offered together with beams"),
-    ({"speculate": "lookup", "regex": "A*"}, "not offered together with a schema"),
     ({"speculate": "lookup", "guidance_scale": 2.0}, "not offered together with guidance_scale"),
   ],
 )

@@ -10,7 +10,7 @@ from decoder.strategies.accompanied import (
   feature_head,
   second_model,
 )
-from decoder.strategies.asking import asking
+from decoder.strategies.asking import announced, answered, asking, told_width
 from decoder.strategies.autoregressive import Finish, State, autoregressive, init, pending, release
 from decoder.strategies.beam import Plan, Search, beam, hypotheses, spread
 from decoder.strategies.beam_rules import Early, Rules
@@ -45,6 +45,8 @@ __all__ = [
   "State",
   "Told",
   "accompanied",
+  "announced",
+  "answered",
   "asking",
   "autoregressive",
   "beam",
@@ -66,5 +68,6 @@ __all__ = [
   "speculative",
   "spread",
   "stream",
+  "told_width",
   "unread",
 ]

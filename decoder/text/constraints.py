@@ -108,7 +108,7 @@ class Vocabulary:
 class Constraint:
   """How one text stands against a grammar. `copy()` is another text that has begun alike.
 
-  `done`: nothing can follow. `error`: why the parser gave up, else None; nothing is allowed after that.
+  `done`: it fits, and nothing can follow. `error`: why the parser gave up, else None; nothing is allowed after that.
   """
 
   def __init__(self, matcher: Any, vocabulary: Vocabulary, ends: Sequence[int]):
@@ -120,6 +120,8 @@ class Constraint:
 
   @property
   def done(self) -> bool:
+    if self.error is not None:
+      return False
     return self._matcher.is_stopped() if any(self._widths) else self._done_at_start
 
   def copy(self) -> "Constraint":
@@ -139,6 +141,26 @@ class Constraint:
     if bits[vocabulary.end]:
       allowed[self._ends] = True
     return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+  def masks(self, guesses: Sequence[int]) -> np.ndarray:
+    """The mask for what comes next, and after each of `guesses`: [guesses + 1, words]. They forbid nothing after one
+    that may not come, or that nothing can follow. The text stays as it is."""
+    first, text = self.mask(), self.copy() if len(guesses) else self
+    masks_JW = np.full((len(guesses) + 1, len(first)), 2**32 - 1, np.uint32)
+    masks_JW[0] = first
+    for number, token in enumerate(guesses):
+      if not masks_JW[number, token >> 5] >> (token & 31) & 1:
+        break
+      text.commit([token])
+      if text.done:
+        break
+      masks_JW[number + 1] = text.mask()
+    return masks_JW
+
+  def problem(self) -> str | None:
+    """Why nothing can come next, where the parser sees no way on."""
+    self.mask()
+    return self.error
 
   def commit(self, tokens: Sequence[int]) -> None:
     """Takes tokens, drawn under the masks before each, as the next of the text."""

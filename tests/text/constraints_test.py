@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from decoder.text.constraints import Vocabulary, read_spec
@@ -170,6 +170,33 @@ def test_rollback_is_as_if_never_committed(spm_tok, data):
   assert one.done == other.done
   with pytest.raises(ValueError, match="rollback wants 0"):
     one.rollback(len(taken) + 1)
+
+
+@given(data=st.data())
+def test_masks_ahead_are_those_after_each_guess(spm_tok, data):
+  """Up to one that may not come or that nothing can follow; nothing is forbidden after it. The text stays as it is."""
+  text, size = _spm_constraint(spm_tok).copy(), spm_tok.vocab_size + SPARE
+  for _ in range(data.draw(st.integers(0, 2))):
+    text.commit([data.draw(st.sampled_from(sorted(ids_of(text) - set(spm_tok.eos_ids)) or [0]))])
+    assume(not text.done and text.error is None)
+  guesses, other = [], text.copy()
+  for _ in range(data.draw(st.integers(0, 4))):
+    any_token, fitting = st.integers(0, size - 1), sorted(ids_of(other)) if not other.done else []
+    guesses.append(data.draw(st.one_of(any_token, st.sampled_from(fitting)) if fitting else any_token))
+    if guesses[-1] in fitting:
+      other.commit(guesses[-1:])
+  before, told = ids_of(text), text.masks(guesses)
+  assert len(told) == len(guesses) + 1
+  other = text.copy()
+  for number, mask in enumerate(told):
+    np.testing.assert_array_equal(mask, other.mask())
+    if number == len(guesses) or guesses[number] not in ids_of(other):
+      break
+    other.commit([guesses[number]])
+    if other.done:
+      break
+  assert (told[number + 1 :] == 2**32 - 1).all()
+  assert (ids_of(text), text.error, text.done) == (before, None, False)
 
 
 _kept = {}

@@ -14,17 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from decoder.ops.kernels import build
-from decoder.types import Array
+from decoder.types import NONE, Array
 
 _numbers = itertools.count(1)
 _MOMENT = 200  # milliseconds after which a listener looks whether the program has failed
 
 
 class Heard(NamedTuple):
-  """The tokens drawn last, and how each row stands after them."""
+  """tokens_BT, positions_BT: those drawn last, then guesses of what follows; position NONE where there is none, as in a
+  row that has ended. length_B: tokens of each row with its prompt; what stands there or after is a guess."""
 
-  tokens_B: np.ndarray
-  finish_B: np.ndarray
+  tokens_BT: np.ndarray
+  positions_BT: np.ndarray
+  length_B: np.ndarray
 
 
 class Channel:
@@ -44,38 +46,40 @@ class Channel:
     """Whoever asks from now on hears that every row has ended."""
     self._library.decoder_channel_close(ctypes.c_int32(self.number))
 
-  def hear(self, rows: int, failed: Callable[[], bool]) -> "Heard | None":
-    """What the program tells next; None once it is over, or has `failed`."""
-    told = Heard(np.zeros(rows, np.int32), np.zeros(rows, np.int8))
+  def hear(self, rows: int, width: int, failed: Callable[[], bool]) -> "Heard | None":
+    """What the program tells next, of `width` tokens a row; None once it is over, or has `failed`."""
+    shape = (rows, width)
+    told = Heard(np.zeros(shape, np.int32), np.full(shape, NONE, np.int32), np.zeros(rows, np.int32))
+    sizes = map(ctypes.c_int64, (rows * width, rows, _MOMENT))
+    arguments = (ctypes.c_int32(self.number), *map(_pointer, told), *sizes)
     while True:
-      heard = self._library.decoder_channel_hear(
-        ctypes.c_int32(self.number), *map(_pointer, told), ctypes.c_int64(rows), ctypes.c_int64(_MOMENT)
-      )
+      heard = self._library.decoder_channel_hear(*arguments)
       if heard == 1:
         return told
       if heard < 0 or failed():
         return None
 
-  def answer(self, masks_BW: np.ndarray, ended_B: np.ndarray) -> None:
-    """masks_BW: uint32, a bit an id. ended_B: int8, rows that the host has ended."""
-    masks_BW, ended_B = np.ascontiguousarray(masks_BW, np.uint32), np.ascontiguousarray(ended_B, np.int8)
+  def answer(self, masks: np.ndarray, ended_B: np.ndarray) -> None:
+    """masks: [B, W] or [B, J, W], uint32, a bit an id. ended_B: int8, rows that the host has ended."""
+    masks, ended_B = np.ascontiguousarray(masks, np.uint32), np.ascontiguousarray(ended_B, np.int8)
     self._library.decoder_channel_answer(
-      ctypes.c_int32(self.number), _pointer(masks_BW), ctypes.c_int64(masks_BW.size),
+      ctypes.c_int32(self.number), _pointer(masks), ctypes.c_int64(masks.size),
       _pointer(ended_B), ctypes.c_int64(ended_B.size),
     )  # fmt: skip
 
 
-def tell(number: Array, tokens_BT: Array, finish_B: Array) -> Array:
-  """Tells the host; the same tokens, to go on with."""
-  return jax.ffi.ffi_call("decoder_tell", _like(tokens_BT))(number, tokens_BT, finish_B)
+def tell(number: Array, tokens_BT: Array, positions_BT: Array, length_B: Array) -> Array:
+  """Tells the host what it hears as `Heard`; the same tokens, to go on with."""
+  return jax.ffi.ffi_call("decoder_tell", _like(tokens_BT))(number, tokens_BT, positions_BT, length_B)
 
 
-def ask(number: Array, logits_BV: Array) -> tuple[Array, Array]:
-  """Waits for the answer, not before the logits are there: masks [B, W] (uint32), rows that have ended (bool)."""
-  rows, words = logits_BV.shape[0], -(-logits_BV.shape[1] // 32)
-  shapes = (jax.ShapeDtypeStruct((rows, words), jnp.uint32), jax.ShapeDtypeStruct((rows,), jnp.int8))
-  masks_BW, ended_B = jax.ffi.ffi_call("decoder_ask", shapes)(number, logits_BV)
-  return masks_BW, ended_B != 0
+def ask(number: Array, logits: Array) -> tuple[Array, Array]:
+  """Waits for the answer, not before the logits, [B, V] or [B, J, V], are there: masks, with 32 ids a word (uint32) in
+  place of V; rows that have ended (bool)."""
+  *rows, ids = logits.shape
+  shapes = (jax.ShapeDtypeStruct((*rows, -(-ids // 32)), jnp.uint32), jax.ShapeDtypeStruct(rows[:1], jnp.int8))
+  masks, ended_B = jax.ffi.ffi_call("decoder_ask", shapes)(number, logits)
+  return masks, ended_B != 0
 
 
 def over(number: Array, count_B: Array) -> Array:

@@ -20,8 +20,7 @@ struct Channel {
   std::mutex mutex;
   std::condition_variable changed;
   bool told = false, answered = false, over = false, closed = false;
-  std::vector<int32_t> tokens;
-  std::vector<int8_t> finish;
+  std::vector<int32_t> tokens, positions, lengths;
   std::vector<uint32_t> masks;
   std::vector<int8_t> ended;
 };
@@ -35,14 +34,19 @@ std::shared_ptr<Channel> find(int32_t number) {
   return found == channels.end() ? nullptr : found->second;
 }
 
-ffi::Error Tell(ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> tokens, ffi::Buffer<ffi::S8> finish,
-                ffi::ResultBuffer<ffi::S32> same) {
+std::vector<int32_t> values(const ffi::Buffer<ffi::S32>& buffer) {
+  return {buffer.typed_data(), buffer.typed_data() + buffer.element_count()};
+}
+
+ffi::Error Tell(ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> tokens, ffi::Buffer<ffi::S32> positions,
+                ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::S32> same) {
   const auto channel = find(*number.typed_data());
   if (!channel) return ffi::Error::InvalidArgument("tell: nobody listens");
   std::copy_n(tokens.typed_data(), tokens.element_count(), same->typed_data());
   std::lock_guard<std::mutex> lock(channel->mutex);
-  channel->tokens.assign(tokens.typed_data(), tokens.typed_data() + tokens.element_count());
-  channel->finish.assign(finish.typed_data(), finish.typed_data() + finish.element_count());
+  channel->tokens = values(tokens);
+  channel->positions = values(positions);
+  channel->lengths = values(lengths);
   channel->told = true;
   channel->answered = false;
   channel->changed.notify_all();
@@ -82,7 +86,8 @@ ffi::Error Over(ffi::Buffer<ffi::S32> number, ffi::Buffer<ffi::S32> count, ffi::
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DecoderTell, Tell,
                               ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S8>>().Ret<ffi::Buffer<ffi::S32>>());
+                                  .Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DecoderAsk, Ask,
                               ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::U32>>().Ret<ffi::Buffer<ffi::S8>>());
@@ -113,8 +118,10 @@ void decoder_channel_forget(int32_t number) {
   decoder::channels.erase(number);
 }
 
-// 1: tokens and finish of `rows` rows were told; 0: nothing within the time; -1: the program is over.
-int decoder_channel_hear(int32_t number, int32_t* tokens, int8_t* finish, int64_t rows, int64_t milliseconds) {
+// 1: `count` tokens, their positions and the lengths of `rows` rows were told; 0: nothing within the time; -1: the
+// program is over.
+int decoder_channel_hear(int32_t number, int32_t* tokens, int32_t* positions, int32_t* lengths, int64_t count,
+                         int64_t rows, int64_t milliseconds) {
   const auto channel = decoder::find(number);
   if (!channel) return -1;
   std::unique_lock<std::mutex> lock(channel->mutex);
@@ -122,8 +129,9 @@ int decoder_channel_hear(int32_t number, int32_t* tokens, int8_t* finish, int64_
                             [&] { return channel->told || channel->over; });
   if (!channel->told) return channel->over ? -1 : 0;
   channel->told = false;
-  std::copy_n(channel->tokens.begin(), std::min<int64_t>(rows, channel->tokens.size()), tokens);
-  std::copy_n(channel->finish.begin(), std::min<int64_t>(rows, channel->finish.size()), finish);
+  std::copy_n(channel->tokens.begin(), std::min<int64_t>(count, channel->tokens.size()), tokens);
+  std::copy_n(channel->positions.begin(), std::min<int64_t>(count, channel->positions.size()), positions);
+  std::copy_n(channel->lengths.begin(), std::min<int64_t>(rows, channel->lengths.size()), lengths);
   return 1;
 }
 

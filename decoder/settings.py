@@ -40,10 +40,10 @@ class Settings(BeamSettings):
   None refuses it. capacity: tokens the cache has room for; None chooses it.
   speculate: guesses ahead and judges all guesses in one pass, for fewer steps, also where the text must fit something;
   not with beams or guidance. 'lookup' guesses what followed when the same tokens stood there before: the same text;
-  'head' has a head guess that was trained for the model, 'head:NAME' another one, 'draft:NAME' a smaller model: the same
-  law, and at temperature 0 the same text; 'off'. draft_tokens: most guesses a step, 1, 3 or 7. draft_tree: with a head or
-  a draft model, how many guesses for each of the next tokens, as (3, 2, 2): none is made by chance, so the text is the
-  same; () guesses one for each.
+  'head' has a head guess that was trained for the model, 'head:NAME' another one, 'draft:NAME' a smaller model: the
+  same law, and at temperature 0 the same text; 'off'. draft_tokens: most guesses a step, 1, 3 or 7. draft_tree: with a
+  head or a draft model, how many guesses for each of the next tokens, as (3, 2, 2): none is made by chance, so the text
+  is the same; () guesses one for each.
   src, tgt: the languages of the text and of its translation, by their codes in the model's vocabulary; only for models
   that have such.
   logprobs: number of alternatives to report with each token's log-prob and rank, 0 for none but its own; None reports

@@ -38,9 +38,9 @@ class Plan:
   sense.
   """
 
-  steps: int = 1200
+  steps: int = 800
   tokens: int = 6144
-  guesses: int = 3
+  guesses: int = 2
   fade: float = 0.8
   texts: int = 16
   rate: float = 2e-3

@@ -70,7 +70,7 @@ def main() -> None:
   for result in results:
     report_problem(result)
   if FLAGS.output == "text":
-    print(report.figures(results), file=sys.stderr)
+    print(report.figures(results, report.gained(lm, prompts, settings, results)), file=sys.stderr)
 
 
 def read_prompts() -> list[Any]:

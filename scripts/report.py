@@ -6,6 +6,7 @@ from typing import Any
 from absl import flags
 
 FLAGS = flags.FLAGS
+_FEW = 25  # tokens without guessing, to compare with
 
 
 def define_flags() -> None:
@@ -42,8 +43,23 @@ def guessed(results: list[Any]) -> list[str]:
   return [f"{share}, {1 + accepted / steps:.2f} tokens a step"]
 
 
-def figures(results: list[Any]) -> str:
-  """One line of what it took; rates of several prompts are those of all together."""
+def gained(lm: Any, prompts: list[Any], settings: dict[str, Any], results: list[Any]) -> list[str]:
+  """What guessing ahead gains, by a few tokens written without it; nothing where it was not asked for."""
+  each = max((result.timings.tpot_ms or 0.0 for result in results), default=0.0)
+  if settings.get("speculate", "off") == "off" or not each:
+    return []
+  few = {**settings, "speculate": "off", "draft_tree": (), "max_new_tokens": _FEW, "seed": 0, "logprobs": None}
+  few |= {"explain": False, "min_new_tokens": 0, "stop": (), "ignore_eos": True, "max_time": None}
+  for _ in range(2):  # the first compiles
+    plain = lm.generate(prompts, **few)
+  told = [one for group in plain for one in (group if isinstance(group, list) else [group])]
+  without = max(result.timings.tpot_ms or 0.0 for result in told)
+  gain = f"{without / each:.2f} × as fast as the {without:.1f} ms without"
+  return [gain if each < without else f"{gain}: guessing ahead does not pay here"] if without else []
+
+
+def figures(results: list[Any], gain: list[str]) -> str:
+  """One line of what it took; rates of several prompts are those of all together. gain: see `gained`."""
   from decoder.measure.machine import peak_memory
 
   timings = [result.timings for result in results]
@@ -55,7 +71,7 @@ def figures(results: list[Any]) -> str:
   parts.append(f"{new} new tokens")
   if each:
     parts[1] += f", {sum(t.tokens_per_s or 0 for t in timings):.1f} a second ({each:.1f} ms each)"
-  parts += guessed(results)
+  parts += [*guessed(results), *gain]
   parts.append(f"peak memory {peak_memory() / 1e9:.2f} GB")
   parts.append(f"loaded in {timings[0].load_s:.1f} s, compiled in {timings[0].compile_s:.1f} s")
   if any(result.settings.temperature > 0 for result in results):

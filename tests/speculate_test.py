@@ -108,7 +108,7 @@ def test_nothing_recompiles_while_acceptance_varies(lm):
 @pytest.mark.parametrize(
   ("wrong", "message"),
   [
-    ({"speculate": "luck"}, "speculate must be 'off' or 'lookup'"),
+    ({"speculate": "luck"}, "speculate must be 'off', 'lookup'"),
     ({"draft_tokens": 4}, "draft_tokens must be 1, 3 or 7"),
     ({"draft_tokens": 0}, "draft_tokens must be 1, 3 or 7"),
     ({"speculate": "lookup", "num_beams": 2}, "not offered together with beams"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decoder.checkpoint import orbax
+from decoder.checkpoint import memory, orbax
 from decoder.checkpoint.errors import CheckpointError
 from decoder.checkpoint.gguf import open_gguf
 from decoder.checkpoint.mapping import unflatten
@@ -48,8 +48,8 @@ def load(
   weights: None for floats; 'keep' for the bits of the file where they are of a kind that `ops.quantised` knows; a kind
   to round to it what is not of that kind already. Norms, biases and widths that are no multiple of 32 stay floats; with
   4 bits, embedding and head are rounded to 8.
-  Weights of an Orbax directory already in that dtype are memory-mapped on CPU and never copied. Raises
-  CheckpointError.
+  Weights of an Orbax directory already as asked are memory-mapped on CPU and never copied; what is copied lies on huge
+  pages, where the system has them. Raises CheckpointError.
   """
   from decoder.checkpoint.hub import resolve
 
@@ -113,23 +113,20 @@ def place(source: Source, dtype: Any, weights: str | None = None, progress: bool
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
   striped = weights is not None and build.ready()  # the order that the CPU kernels stream
+  room, tensors = memory.Room(), source.tensors
 
   def put(path: str, tensor: Tensor) -> Any:
-    value = quantised_or_float(path, tensor)
+    kind = kind_of(path, tensor, weights)
+    value = read_quantised(tensor, kind, striped) if kind else tensor.read()
+    as_stored = source.stable and tensor.kind == kind and (kind or value.dtype == dtype)
+    if not as_stored:
+      value = jax.tree.map(lambda array: room.copy(array, array.dtype if kind else dtype), value)
+    # On CPU an array aligned to 64 bytes becomes the buffer itself, here a mapped file or a copy of our own. JAX keeps
+    # it alive as long as the buffer and copies before it would write to it (donation).
+    value = jax.device_put(value, may_alias=True)
     advance(tensor.size * dtype.itemsize)
     return value
 
-  def quantised_or_float(path: str, tensor: Tensor) -> Any:
-    if kind := kind_of(path, tensor, weights):
-      return jax.device_put(read_quantised(tensor, kind, striped), may_alias=source.stable)
-    array = tensor.read()
-    if array.dtype != dtype or not source.stable:
-      array = _aligned_copy(array, dtype)
-    # On CPU an array aligned to 64 bytes becomes the buffer itself, here a mapped file or a copy of our own. JAX keeps
-    # it alive as long as the buffer and copies before it would write to it (donation).
-    return jax.device_put(array, may_alias=True)
-
-  tensors = source.tensors
   total = sum(tensor.size for tensor in tensors.values()) * dtype.itemsize
   with (
     progress_bar(total, f"loading {source.path.name}", progress) as advance,
@@ -137,12 +134,3 @@ def place(source: Source, dtype: Any, weights: str | None = None, progress: bool
   ):
     # Transfers run in the background; waiting makes "loaded" mean it, in time and in memory.
     return jax.block_until_ready(unflatten(dict(zip(tensors, pool.map(put, tensors, tensors.values())))))
-
-
-def _aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """The array in another type, in memory that JAX takes over on CPU: numpy's own is aligned to 16 bytes only."""
-  room = np.empty(array.size * dtype.itemsize + 64, np.uint8)
-  start = -room.ctypes.data % 64
-  copy = room[start : start + array.size * dtype.itemsize].view(dtype).reshape(array.shape)
-  np.copyto(copy, array, casting="unsafe")
-  return copy

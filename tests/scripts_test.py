@@ -329,3 +329,20 @@ def test_benchmark_refuses_a_mistake_before_loading(flags, says):
   assert "Traceback" not in done.stderr
   assert says in done.stderr
   assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_head_is_distilled_and_guesses(tiny, home, tmp_path):
+  (tmp_path / "seeds.json").write_text(json.dumps({"templates": ["a {topic}"], "topics": ["b", "c"]}))
+  flags = ["--model", str(tiny), "--seeds", str(tmp_path / "seeds.json"), "--out", str(tmp_path / "run")]
+  flags += ["--written", "32", "--rows", "16", "--length", "120", "--steps", "4", "--warm_up", "1", "--held_out", "16"]
+  done = run("distill.py", *flags, "--texts", "8", "--every", "2", "--tokens", "200", home=home)
+  assert done.returncode == 0, done.stderr
+  assert "32 texts, written in" in done.stdout
+  assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+  head = f"head:{tmp_path / 'run' / 'head'}"
+  ask = ["--model", str(tiny), "--prompt", "ab", "--max_new_tokens", "12", "--ignore_eos", "--output", "text"]
+  plain, ahead = (run("generate.py", *ask, "--speculate", who, home=home) for who in ("off", head))
+  assert ahead.returncode == 0, ahead.stderr
+  assert plain.stdout == ahead.stdout
+  assert "tokens a step" in ahead.stderr
+  assert "without" in ahead.stderr

@@ -103,7 +103,7 @@ def gather(
   size = batch.size
   kept = _files(out, {"texts": texts, "length": length, "rows": rows, "seed": seed, "size": size})
   done = json.loads((out / _SO_FAR).read_text())
-  chosen = (ids for ids in prompts if len(ids) <= length // 4)
+  chosen = _short(prompts, length // 4)
   start = time.perf_counter()
   with progress_bar(texts - done["texts_done"], "writing texts", progress, unit="text") as advance:
     for first in range(0, texts, rows):
@@ -120,6 +120,17 @@ def gather(
       write_file(out / _SO_FAR, json.dumps(done).encode())
       advance(rows)
   return kept
+
+
+def _short(prompts: Iterator[Sequence[int]], most: int) -> Iterator[Sequence[int]]:
+  """Prompts of at most so many tokens. ValueError where there are none among a thousand."""
+  passed = 0
+  for ids in prompts:
+    if len(ids) <= most:
+      passed = 0
+      yield ids
+    elif (passed := passed + 1) == 1000:
+      raise ValueError(f"a thousand prompts in a row have more than {most} tokens; write longer texts, with length")
 
 
 def read_texts(out: Path) -> Texts:

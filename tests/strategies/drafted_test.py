@@ -28,18 +28,18 @@ from fixtures import rand_lm, table_lm
 
 from decoder.sampling import chain, temperature
 from decoder.strategies import Both, accompanied, autoregressive, drafted, drafting, run, speculative
+from decoder.strategies.speculative import COSTS
 
 JUDGING = sys.modules["decoder.strategies.judging"]
 FREE = 0.0  # what a guess costs, so that as many are made as there is room for
 
 
-def joint(target, draft, link, size=3, tokens=3):
-  """How often each text of so many tokens after token 0 is written in DRAWS draws, [8, 8, 8]; and the share of guesses
-  judged that were kept."""
+def joint(target, draft, link, size=3, tokens=3, each=FREE, costs=(1.0,) * 4):
+  """How often each text of so many tokens after token 0 is written in DRAWS draws, [8, 8, 8]."""
   network, params = table_lm(target)
   other, other_params = table_lm(draft)
   companion = draft_of(other)
-  proposer = drafted(companion, link, None, FREE, (1.0,) * 4)
+  proposer = drafted(companion, link, None, each, costs)
   model, both = accompanied(network.model, companion), Both(params, other_params)
   further = speculative(model, link, proposer, size)
   first = autoregressive(model, drafting(link, proposer.init))
@@ -68,6 +68,11 @@ def test_chi_square_whatever_the_draft(draft):
   apart = np.where(laws(1) > 0.1, 1e-6, 1.0)
   draft = {"the same": laws(1), "near": near, "nothing in common": apart / apart.sum(axis=1, keepdims=True)}[draft]
   assert pvalue(joint(laws(1), draft, CHAINS["plain"]), expected("plain", 1)) > 1e-4
+
+
+def test_chi_square_where_guessing_stops_when_the_draft_is_unsure():
+  """Whether a guess is made depends on how sure the draft is, and not on what it draws."""
+  assert pvalue(joint(laws(1), laws(2), CHAINS["plain"], each=0.3, costs=COSTS), expected("plain", 1)) > 1e-4
 
 
 def test_c86_an_argmax_draft_judged_by_q_is_found_out(monkeypatch):

@@ -199,6 +199,14 @@ def test_impossible_numbers_of_texts_are_named(wrong, tmp_path):
     gathered(tmp_path, **wrong)
 
 
+def test_prompts_that_are_all_too_long_are_no_endless_search(tmp_path):
+  network, params = rand_lm()
+  with pytest.raises(ValueError, match="a thousand prompts in a row have more than 10 tokens"):
+    gathering.gather(
+      network, params, (), itertools.repeat([1] * 11), tmp_path, texts=16, length=40, rows=16, progress=False
+    )
+
+
 def test_the_scripts_defaults_are_the_plans():
   source = (Path(__file__).parents[2] / "scripts" / "distill.py").read_text()
   for field in dataclasses.fields(Plan):

@@ -138,7 +138,7 @@ def spoken(kind, link, size=3, rows=ROWS, limits=LIMITS, steps=40):
 
 
 @pytest.mark.parametrize("kind", ["head", "another", "the same"])
-@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow)])
 def test_greedy_text_is_plain_decodings(kind, size):
   link = chain(temperature(0.0))
   want, (done, _, _) = plain(link), spoken(kind, link, size)

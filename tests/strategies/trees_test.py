@@ -1,5 +1,6 @@
 """Laws of trees of guesses: whatever is guessed, the text is plain decoding's, seeds included."""
 
+import itertools
 import sys
 
 import jax
@@ -59,10 +60,17 @@ def spoken(kind, link, widths, steps=40):
   return jax.jit(whole)(both, state), companion, both
 
 
-@pytest.mark.parametrize("name", LINKS)
-@pytest.mark.parametrize("widths", TREES.values(), ids=TREES)
-@pytest.mark.parametrize("kind", ["head", "another", "the same"])
-def test_the_text_is_plain_decodings_seeds_included(kind, widths, name):
+QUICK = {("head", "comb", "sampled"), ("another", "fan", "filtered"), ("the same", "comb", "greedy"),
+         ("another", "chain", "sampled")}  # fmt: skip
+COMBINATIONS = [
+  pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow)
+  for one in itertools.product(["head", "another", "the same"], TREES, LINKS)
+]
+
+
+@pytest.mark.parametrize(("kind", "tree", "name"), COMBINATIONS)
+def test_the_text_is_plain_decodings_seeds_included(kind, tree, name):
+  widths = TREES[tree]
   want, (done, _, _) = plain(LINKS[name]), spoken(kind, LINKS[name], widths)
   np.testing.assert_array_equal(done.context_BL, want.context_BL)
   np.testing.assert_array_equal(done.length_B, want.length_B)

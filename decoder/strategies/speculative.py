@@ -147,18 +147,30 @@ def _pending(state: State, drafts: Drafts, size: int) -> State:
 
 
 def _read(model: Model, params: Params, state: State, size: int) -> tuple[Array, Any]:
-  """The forward pass over as many tokens as the row with most has pending: a step without guesses is a plain one."""
+  """The forward pass over as many tokens as the row with most has pending: a step without guesses is a plain one.
 
-  def reading(block: int) -> Callable:
-    def read(cache: Any) -> tuple[Array, Any]:
-      features_BTD, cache = model.forward(params, state.tokens_BT[:, :block], state.positions_BT[:, :block], cache)
-      return jnp.pad(features_BTD, ((0, 0), (0, size + 1 - block), (0, 0))), cache
-
-    return read
-
+  One of several loops that run at most once, where a `switch` would do: it would copy the cache.
+  """
   blocks = [block for block in BLOCKS if block <= size + 1]
   longest = jnp.max(jnp.sum(state.positions_BT >= 0, axis=1))
-  return lax.switch(jnp.sum(longest > jnp.asarray(blocks[:-1])), [reading(block) for block in blocks], state.cache)
+  chosen = jnp.sum(longest > jnp.asarray(blocks[:-1]))
+  pending = (state.tokens_BT, state.positions_BT)  # in the carry: what does not change in a loop XLA does before it
+
+  def found(tokens_BT: Array, positions_BT: Array, cache: Any) -> Array:
+    return model.forward(params, tokens_BT, positions_BT, cache)[0]
+
+  one = jax.eval_shape(found, *(x[:, :1] for x in pending), state.cache)
+  features_BJD = jnp.zeros((one.shape[0], size + 1, one.shape[2]), one.dtype)
+  carry = (jnp.bool_(True), features_BJD, pending, state.cache)
+  for number, block in enumerate(blocks):
+
+    def read(carry: tuple, block: int = block) -> tuple:
+      _, features_BJD, pending, cache = carry
+      features_BTD, cache = model.forward(params, *(x[:, :block] for x in pending), cache)
+      return jnp.bool_(False), features_BJD.at[:, :block].set(features_BTD), pending, cache
+
+    carry = lax.while_loop(lambda carry, number=number: carry[0] & (chosen == number), read, carry)
+  return carry[1], carry[3]
 
 
 def _kept(token: Array, guess: Array) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decoder.drafters import Drafter
+from decoder.drafters import Drafter, step_costs
 from decoder.models.registry import Network
 from decoder.programs import Programs, signature
 from decoder.result import Speculated
@@ -39,11 +39,12 @@ class SpeculatingPrograms(Programs):
     clock: Any, drafter: Drafter | None = None,
   ):  # fmt: skip
     self._drafter, chain, alone = drafter, settings.chain(full), network.model
-    self._proposer = lookup()
+    costs = step_costs(params)
+    self._proposer = lookup(costs=costs)
     if drafter is not None:
       network = network._replace(model=accompanied(network.model, drafter.companion))
       params, self.cache_type = Both(params, drafter.params), Accompanied
-      self._proposer = drafted(drafter.companion, chain, vocab_size, drafter.each)
+      self._proposer = drafted(drafter.companion, chain, vocab_size, drafter.each, costs)
     super().__init__(network, params, settings, full, inspect, vocab_size, clock)
     self.block, self._memory = settings.draft_tokens + 1, self._proposer.init
     self._guessing = functools.partial(

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from decoder.sampling import Context, LogitTransform, categorical
+from decoder.sampling import Context, LogitTransform
 from decoder.strategies.accompanied import Companion
 from decoder.strategies.autoregressive import Finish, State, without_padding
-from decoder.strategies.judging import draft_key
+from decoder.strategies.judging import draft
 from decoder.strategies.speculative import BLOCKS, CHANCE, COSTS, Drafts, Proposer, adapted, worth
 from decoder.types import NONE, Array, Params
 
@@ -67,7 +67,7 @@ def drafted(
       at_B = jax.vmap(jax.random.fold_in)(state.key_B, state.length_B + now.j)
       context_B = Context(now.context_BL, state.length_B + now.j, state.prompt_B, state.ends_BE, state.limit_B, at_B)
       law_BV = jax.vmap(chain.update)(without_padding(raw_BV, vocab_size), now.settings, context_B)
-      token_B = jax.vmap(lambda key, law_V: categorical(draft_key(key), law_V))(at_B, law_BV)
+      token_B = jax.vmap(draft)(at_B, law_BV)
       settings = jax.vmap(chain.observe)(now.settings, token_B, law_BV)
       slot_B = jnp.where(going_B, state.length_B + now.j, now.context_BL.shape[1])  # past the end: dropped
       context_BL = now.context_BL.at[jnp.arange(rows), slot_B].set(token_B, mode="drop")

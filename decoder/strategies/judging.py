@@ -18,6 +18,7 @@ from decoder.sampling.selection import only_if
 from decoder.strategies.autoregressive import Finish, State, draw_row, finish_after, sound, without_padding
 from decoder.types import NONE, Array, Emission, Info, Key
 
+_STRETCH = 256  # ids
 _ACCEPT, _DRAFT = np.uint32(2**31 + 11), np.uint32(2**31 + 12)  # folded into a position's key; see `Context`
 
 
@@ -158,6 +159,22 @@ def advanced(
   return state, Emission(judged_B.tokens_J, judged_B.count, Info(judged_B.finish, judged_B.details))
 
 
+def draft(key: Key, law_V: Array) -> Array:
+  """A guess (int32) by the law of these logits, with the key of its position. By inversion, since a guess may differ
+  where rounding does: first which stretch of ids, then which of them, so no running sum is longer than a stretch."""
+  size = law_V.shape[0]
+  weight_V = jnp.exp(law_V - jnp.max(law_V))
+  weight_SW = jnp.pad(weight_V, (0, -size % _STRETCH)).reshape(-1, _STRETCH)
+  sum_S = jnp.sum(weight_SW, axis=1)
+  upto_S = jnp.cumsum(sum_S)
+  reached = jax.random.uniform(draft_key(key)) * upto_S[-1]
+  stretch = jnp.minimum(jnp.sum(upto_S <= reached), sum_S.shape[0] - 1)
+  within_W = jnp.cumsum(weight_SW[stretch]) + upto_S[stretch] - sum_S[stretch]
+  token = jnp.minimum(stretch * _STRETCH + jnp.sum(within_W <= reached), size - 1)
+  # Rounding at a border may reach what has no chance; the most probable instead.
+  return jnp.where(weight_V[token] > 0, token, jnp.argmax(law_V)).astype(jnp.int32)
+
+
 def draft_key(key: Key) -> Key:
   """The key that a guess is drawn with, where `key` is that of its position: what is drawn if it is not kept must not
   depend on it."""
@@ -170,8 +187,12 @@ def after_guess(law_V: Array, guess: Array, judged: Array, key: Key, kept_V: Arr
   p_V, q_V = _log_law(kept_V), _log_law(law_V)
   chance = jax.random.uniform(jax.random.fold_in(key, _ACCEPT))
   is_kept = judged & (jnp.log(chance) < p_V[guess] - q_V[guess])
-  other = categorical(key, only_if(judged & ~is_kept, _more, kept_V, p_V, q_V))
-  return jnp.where(is_kept, guess, other)
+
+  def drawn(_: Array, kept_V: Array, p_V: Array, q_V: Array, judged: Array, words: Array) -> Array:
+    rest_V = only_if(judged, _more, kept_V, p_V, q_V)
+    return categorical(jax.random.wrap_key_data(words), rest_V)
+
+  return only_if(~is_kept, drawn, guess, kept_V, p_V, q_V, judged, jax.random.key_data(key))
 
 
 def _more(kept_V: Array, p_V: Array, q_V: Array) -> Array:

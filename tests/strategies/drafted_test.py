@@ -25,8 +25,9 @@ from companions import (
   start,
 )
 from fixtures import rand_lm, table_lm
+from scipy import stats
 
-from decoder.sampling import chain, temperature
+from decoder.sampling import categorical, chain, temperature
 from decoder.strategies import Both, accompanied, autoregressive, drafted, drafting, run, speculative
 from decoder.strategies.speculative import COSTS
 
@@ -77,9 +78,8 @@ def test_chi_square_where_guessing_stops_when_the_draft_is_unsure():
 
 def test_c86_an_argmax_draft_judged_by_q_is_found_out(monkeypatch):
   """C86, negative control: guesses are the draft's best, and yet the ratio uses its law."""
-  monkeypatch.setattr(
-    sys.modules["decoder.strategies.drafted"], "categorical", lambda key, law_V: jnp.argmax(law_V).astype(jnp.int32)
-  )
+  best = lambda key, law_V: jnp.argmax(law_V).astype(jnp.int32)  # noqa: E731
+  monkeypatch.setattr(sys.modules["decoder.strategies.drafted"], "draft", best)
   assert pvalue(joint(laws(1), laws(2), CHAINS["plain"]), expected("plain", 1)) < 1e-9
 
 
@@ -89,10 +89,25 @@ def test_c89_drawing_from_p_after_a_refusal_is_found_out(monkeypatch):
   assert pvalue(joint(laws(1), laws(2), CHAINS["plain"]), expected("plain", 1)) < 1e-9
 
 
-def test_a_draft_and_a_residue_of_one_noise_are_found_out(monkeypatch):
-  """Negative control: a guess drawn with the very key that draws what replaces it."""
-  monkeypatch.setattr(sys.modules["decoder.strategies.drafted"], "draft_key", lambda key: key)
+def test_a_guess_that_depends_on_what_replaces_it_is_found_out(monkeypatch):
+  """Negative control: a guess drawn with the very noise that draws what replaces it."""
+  monkeypatch.setattr(sys.modules["decoder.strategies.drafted"], "draft", categorical)
   assert pvalue(joint(laws(1), laws(2), CHAINS["plain"]), expected("plain", 1)) < 1e-9
+
+
+@pytest.mark.parametrize("size", [5, 256, 700])
+def test_guesses_have_the_law_that_they_are_said_to_have(size):
+  logits = np.random.default_rng(size).normal(size=size) * 2
+  logits[::7] = -np.inf
+  keys = jax.random.split(jax.random.key(0), 100_000)
+  drawn = jax.jit(jax.vmap(lambda key: JUDGING.draft(key, jnp.asarray(logits, jnp.float32))))(keys)
+  counts = np.bincount(drawn, minlength=size)
+  law = np.exp(logits) / np.exp(logits).sum()
+  assert counts[law == 0].sum() == 0
+  likely = law * 100_000 >= 5
+  found, wanted = [*counts[likely], counts[~likely].sum() + 1e-9], [*law[likely], law[~likely].sum() + 1e-14]
+  wanted = np.array(wanted) * sum(found) / sum(wanted)
+  assert stats.chisquare(found, wanted).pvalue > 1e-4
 
 
 def test_c89_equal_laws_leave_no_residue_and_no_nan():

@@ -225,6 +225,14 @@ def test_cancel_from_another_thread_ends_a_stream(slow):
   assert stream.result is result
 
 
+@pytest.mark.parametrize(("each_ms", "steps"), [(0.0, 8), (50.0, 8), (5.0, 20), (1.0, LOOP)])
+def test_what_can_be_cancelled_takes_as_many_steps_as_a_moment_holds(hello, each_ms, steps):
+  for cancel, stop, wanted in ((threading.Event(), [], steps), (threading.Event(), ["OX"], 8), (None, [], LOOP)):
+    decoding = hello.start([hello.request("AB", stop=stop)], cancel=cancel)
+    decoding._each = each_ms
+    assert decoding._few(LOOP) == wanted
+
+
 def test_cancel_before_the_first_token_and_close_from_another_thread(slow):
   lm = slow(0.002)
   stream = lm.stream("AB")

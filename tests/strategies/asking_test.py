@@ -140,7 +140,7 @@ def test_a_host_that_hears_writes_the_same_text_in_one_call(guesses):
 
   program = jax.jit(whole)
   with Channel() as channel, concurrent.futures.ThreadPoolExecutor(1) as other:
-    running = other.submit(program, params, state, np.int32(channel.number))
+    running = other.submit(lambda: jax.block_until_ready(program(params, state, np.int32(channel.number))))
     try:
       while (told := channel.hear(len(ROWS), told_width(block), running.done)) is not None:
         channel.answer(*answer_to(told, texts, block))

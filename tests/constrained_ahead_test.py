@@ -77,7 +77,7 @@ def guess(lm, function):
 
   proposer = Proposer(lambda: (), propose, lambda memory, drafted, accepted: memory)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(speculating.PROPOSERS, "lookup", lambda: proposer)
+    patch.setattr(speculating, "lookup", lambda **_: proposer)
     lm.programs([Settings(speculate="lookup", draft_tokens=3)])
   return lm
 

@@ -59,7 +59,7 @@ def hear(texts, emission):
 def begun(name, guesses):
   """After the first token: the parameters, the state, the texts, and what goes on. guesses: None for none."""
   network, params = rand_lm()
-  link = CHAINS[name] if guesses is None else drafting(CHAINS[name], guesses)
+  link = CHAINS[name] if guesses is None else drafting(CHAINS[name], guesses.init)
   first = autoregressive(network.model, link)
   further = first if guesses is None else speculative(network.model, CHAINS[name], guesses, SIZE)
   state, texts = begin(network, ROWS, LIMITS, seeds=SEEDS, transforms=link), [list(row) for row in ROWS]
@@ -107,15 +107,15 @@ def test_guesses_that_are_forbidden_are_never_kept():
   forbidden = proposer(lambda context_L, length, size: (jnp.full(size, 63), jnp.int32(size)))
   network, params = rand_lm()
   further = speculative(network.model, CHAINS["greedy"], forbidden, SIZE)
-  state = begin(network, ROWS, LIMITS, seeds=SEEDS, transforms=drafting(CHAINS["greedy"], forbidden))
-  state, _ = autoregressive(network.model, drafting(CHAINS["greedy"], forbidden)).step(params, state)
-  state, logits_BJV = further.forward(params, state)
-  wants_BJV = logits_BJV.at[..., 63].set(1e3)
-  allowed_BJV = jnp.ones(logits_BJV.shape, bool)
-  _, free = further.draw(state, wants_BJV, allowed_BJV)
+  state = begin(network, ROWS, LIMITS, seeds=SEEDS, transforms=drafting(CHAINS["greedy"], forbidden.init))
+  state, _ = autoregressive(network.model, drafting(CHAINS["greedy"], forbidden.init)).step(params, state)
+  state, judgement = further.forward(params, state)
+  wants = judgement._replace(raw_BJV=judgement.raw_BJV.at[..., 63].set(1e3))
+  allowed_BJV = jnp.ones(judgement.raw_BJV.shape, bool)
+  _, free = further.draw(state, wants, allowed_BJV)
   assert (np.asarray(free.count_B) == SIZE + 1).all(), "negative control"
   for place in range(SIZE):
-    _, bound = further.draw(state, wants_BJV, allowed_BJV.at[:, place, 63].set(False))
+    _, bound = further.draw(state, wants, allowed_BJV.at[:, place, 63].set(False))
     assert (np.asarray(bound.count_B) == place + 1).all()
     assert (np.asarray(bound.tokens_BN[:, place]) != 63).all()
 

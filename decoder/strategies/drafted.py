@@ -7,6 +7,7 @@ any more. What the companion remembers of its guesses is forgotten before they a
 the model's features, as it read the prompt.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from decoder.strategies.autoregressive import Finish, State, without_padding
 from decoder.strategies.judging import draft
 from decoder.strategies.speculative import BLOCKS, CHANCE, COSTS, Drafts, Proposer, adapted, worth
 from decoder.types import NONE, Array, Params
+
+_HOPE = 0.02  # see `adapted`
 
 
 class _Guessing(NamedTuple):
@@ -85,4 +88,4 @@ def drafted(
     cache = state.cache.replace(memory=done.memory.truncate(last_B))
     return state.replace(cache=cache), Drafts(done.tokens_BK, done.count_B, done.laws_BKV)
 
-  return Proposer(init, propose, adapted)
+  return Proposer(init, propose, functools.partial(adapted, hope=_HOPE))

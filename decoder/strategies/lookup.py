@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decoder.strategies.speculative import CHANCE, COSTS, Drafts, Proposer, adapted, worth
+from decoder.strategies.speculative import COSTS, Drafts, Proposer, adapted, worth
 from decoder.types import Array
 
 LONGEST = 8  # tokens compared: more tell no more
@@ -20,7 +20,7 @@ def lookup(least: int = 2, costs: tuple[float, ...] = COSTS) -> Proposer:
   equation 1), by the chance `a` that one is kept, as it went so far and as the match's length promises."""
 
   def init() -> np.ndarray:
-    return np.float32(CHANCE)
+    return np.float32(0.6)
 
   def propose(params: Any, state: Any, size: int) -> tuple[Any, Drafts]:
     def row(context_L: Array, length: Array, chance: Array) -> Drafts:

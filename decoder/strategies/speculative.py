@@ -62,15 +62,16 @@ class Proposer(NamedTuple):
 
 
 CHANCE = 0.7  # that a guess is kept, before any was judged
-_MEMORY, _HOPE = 0.8, 0.02  # of the chance: the share that stays after a guess; how it returns where none is made
+_MEMORY = 0.8  # of the chance: the share that stays after a guess
 
 
-def adapted(chance: Array, drafted: Array, accepted: Array) -> Array:
-  """The chance that a guess is kept, as it went so far, after so many more guesses of which so many were kept. Where
-  none was made it returns slowly to what it was at first, so that a text which was hard to guess is tried again."""
+def adapted(chance: Array, drafted: Array, accepted: Array, hope: float = 0.0) -> Array:
+  """The chance that a guess is kept, as it went so far, after so many more guesses of which so many were kept. hope:
+  the share by which it returns to what it was at first where none was made, so that a text which was hard to guess is
+  tried again."""
   seen = jnp.minimum(accepted + 1, drafted)  # those that were judged: the kept and the first that was not
   learnt = chance + (1 - _MEMORY ** seen.astype(jnp.float32)) * (accepted / jnp.maximum(seen, 1) - chance)
-  return jnp.where(drafted > 0, learnt, chance + _HOPE * (CHANCE - chance))
+  return jnp.where(drafted > 0, learnt, chance + hope * (CHANCE - chance))
 
 
 def worth(chance: Array, size: int, costs: Sequence[float], each: float = 0.0) -> Array:
@@ -105,9 +106,8 @@ def speculative(
     """Logits after the row's last token and after each guess, with the laws of the guesses."""
     state, drafts = proposer.propose(params, state, size)
     state = _pending(state, drafts, size)
-    features_BJD, cache = _read(model, params, state, size)
-    logits_RV = model.head(params, features_BJD.reshape(-1, features_BJD.shape[-1])).astype(jnp.float32)
-    return state.replace(cache=cache), Judgement(logits_RV.reshape(*features_BJD.shape[:2], -1), drafts.laws_BKV)
+    raw_BJV, cache = _read(model, params, state, size)
+    return state.replace(cache=cache), Judgement(raw_BJV, drafts.laws_BKV)
 
   def draw(state: State, judgement: Judgement, allowed_BJV: Array | None = None) -> tuple[State, Emission]:
     drafted_B = jnp.sum(state.positions_BT[:, 1:] >= 0, axis=1, dtype=jnp.int32)
@@ -147,7 +147,7 @@ def _pending(state: State, drafts: Drafts, size: int) -> State:
 
 
 def _read(model: Model, params: Params, state: State, size: int) -> tuple[Array, Any]:
-  """The forward pass over as many tokens as the row with most has pending: a step without guesses is a plain one.
+  """Logits after as many tokens as the row with most has pending: a step without guesses is a plain one.
 
   One of several loops that run at most once, where a `switch` would do: it would copy the cache.
   """
@@ -156,18 +156,20 @@ def _read(model: Model, params: Params, state: State, size: int) -> tuple[Array,
   chosen = jnp.sum(longest > jnp.asarray(blocks[:-1]))
   pending = (state.tokens_BT, state.positions_BT)  # in the carry: what does not change in a loop XLA does before it
 
-  def found(tokens_BT: Array, positions_BT: Array, cache: Any) -> Array:
-    return model.forward(params, tokens_BT, positions_BT, cache)[0]
+  def judged(tokens_BT: Array, positions_BT: Array, cache: Any) -> tuple[Array, Any]:
+    features_BTD, cache = model.forward(params, tokens_BT, positions_BT, cache)
+    raw_RV = model.head(params, features_BTD.reshape(-1, features_BTD.shape[-1])).astype(jnp.float32)
+    return raw_RV.reshape(*tokens_BT.shape, -1), cache
 
-  one = jax.eval_shape(found, *(x[:, :1] for x in pending), state.cache)
-  features_BJD = jnp.zeros((one.shape[0], size + 1, one.shape[2]), one.dtype)
-  carry = (jnp.bool_(True), features_BJD, pending, state.cache)
+  one = jax.eval_shape(judged, *(x[:, :1] for x in pending), state.cache)[0]
+  raw_BJV = jnp.zeros((one.shape[0], size + 1, one.shape[2]), one.dtype)
+  carry = (jnp.bool_(True), raw_BJV, pending, state.cache)
   for number, block in enumerate(blocks):
 
     def read(carry: tuple, block: int = block) -> tuple:
-      _, features_BJD, pending, cache = carry
-      features_BTD, cache = model.forward(params, *(x[:, :block] for x in pending), cache)
-      return jnp.bool_(False), features_BJD.at[:, :block].set(features_BTD), pending, cache
+      _, raw_BJV, pending, cache = carry
+      raw_BTV, cache = judged(*(x[:, :block] for x in pending), cache)
+      return jnp.bool_(False), raw_BJV.at[:, :block].set(raw_BTV), pending, cache
 
     carry = lax.while_loop(lambda carry, number=number: carry[0] & (chosen == number), read, carry)
   return carry[1], carry[3]

@@ -78,7 +78,8 @@ def test_a_switch_over_block_lengths_would_copy_it(monkeypatch):
     def reading(block):
       def read(cache):
         features, cache = model.forward(params, state.tokens_BT[:, :block], state.positions_BT[:, :block], cache)
-        return jnp.pad(features, ((0, 0), (0, size + 1 - block), (0, 0))), cache
+        raw = model.head(params, features.reshape(block, -1))[None]
+        return jnp.pad(raw, ((0, 0), (0, size + 1 - block), (0, 0))), cache
 
       return read
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from decoder.programs import CHUNK, SMALLEST_CHUNK, Clock, Programs, bucket, signature
+from decoder.programs import CHUNK, SMALLEST_CHUNK, Compiler, Programs, bucket, signature
 from decoder.reader import Request
 from decoder.settings import Settings
 from decoder.strategies import Early, Forest, Plan, Rules, Search, State, beam, forest, run
@@ -22,9 +22,9 @@ class BeamPrograms(Programs):
 
   def __init__(
     self, network: Any, params: Any, settings: Settings, full: bool, inspect: Callable, vocab_size: int | None,
-    clock: Clock,
+    compiler: Compiler,
   ):  # fmt: skip
-    super().__init__(network, params, settings, full, inspect, vocab_size, clock)
+    super().__init__(network, params, settings, full, inspect, vocab_size, compiler)
     chains = settings.beam_chains(full)
     self.plan = Plan(
       settings.num_beams, *chains, settings.num_beam_groups, vocab_size=vocab_size, inspect=inspect,

@@ -122,4 +122,5 @@ def driver(programs: Programs, readers: Sequence[Reader]) -> Any:
   """What reads prompts and makes steps for these rows: the programs themselves, unless one has a constraint."""
   if not any(reader.constraint for reader in readers):
     return programs
-  return (Asked if build.ready() else Constrained)(programs, readers)
+  asks = programs.placement.alone and build.ready()
+  return (Asked if asks else Constrained)(programs, readers)

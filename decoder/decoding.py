@@ -49,6 +49,7 @@ class Decoding:
     self.requests = [reader.request for reader in readers]
     self.reports = [Report(reader.request.settings, reader.tokenizer, programs.links) for reader in readers]
     self._prompts, self._speculated = reading(programs, self.requests), programs.speculated
+    self._fetch = programs.placement.fetch
     self._drive, self._held = driver(self._prompts, readers), held
     self._start, compiled_before = time.perf_counter(), compiled_s()
     self._times: list[list[float]] = [[] for _ in readers]  # when each token came, milliseconds from the start
@@ -99,7 +100,7 @@ class Decoding:
   @property
   def sound(self) -> bool:
     """No row has met logits that are not finite, else its cache may hold NaN."""
-    return self._read_soundly and not bool((jax.device_get(self.state.finish_B) == Finish.ERROR).any())
+    return self._read_soundly and not bool((self._fetch(self.state.finish_B) == Finish.ERROR).any())
 
   def _goes_on(self) -> bool:
     """Whether to give out a call before it is known what the last one wrote. Where rows have ended meanwhile, it ends
@@ -132,7 +133,7 @@ class Decoding:
 
   def _hear(self, emission: Emission) -> list[str]:
     """Hands what was emitted to the readers."""
-    tokens_BN, count_B, (finish_B, details) = jax.device_get(emission)
+    tokens_BN, count_B, (finish_B, details) = self._fetch(emission)
     before, self._now = self._now, self._elapsed()
     self._each = (self._now - before) / max(int(count_B.max()), 1)  # steps of one call take equally long
     deltas = []
@@ -191,7 +192,7 @@ class Decoding:
     """The tokens of the first row that its cache holds: all but the one drawn last."""
     if not self._read:
       return self.requests[0].prompt_ids[: self._held]
-    context_BL, length_B = jax.device_get((self.state.context_BL, self.state.length_B))
+    context_BL, length_B = self._fetch((self.state.context_BL, self.state.length_B))
     return tuple(context_BL[0, : length_B[0] - 1].tolist())
 
   def results(self, load_s: float) -> list[Result]:
@@ -296,7 +297,7 @@ def interrupt_later() -> Iterator[None]:
 
 def fields_of(requests: Sequence[Request], programs: Programs, capacity: int, held: int) -> dict[str, Any]:
   """The requests as numpy rows, padded to a power of two of them; a padding row has length 0."""
-  rows = bucket(len(requests))
+  rows = programs.rows(len(requests))
   ends = bucket(max((len(r.ends) for r in requests), default=1), 8)
   fields = {
     "context_BL": np.zeros((rows, capacity), np.int32),

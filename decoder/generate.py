@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from decoder import sharding
 from decoder.beam_programs import BeamPrograms
 from decoder.checkpoint import DEFAULT, Checkpoint
 from decoder.checkpoint import load as load_checkpoint
@@ -24,7 +25,7 @@ from decoder.decoding import Decoding, Stream
 from decoder.drafters import Drafter, find
 from decoder.guided import GuidedPrograms
 from decoder.models import registry
-from decoder.programs import LOOP, SMALLEST_CAPACITY, Clock, Programs, bucket
+from decoder.programs import LOOP, SMALLEST_CAPACITY, Compiler, Programs, bucket
 from decoder.reader import Reader, Request, is_batch
 from decoder.report import Report, inspection
 from decoder.result import Result
@@ -54,7 +55,7 @@ class LM:
     self.name, self.config, self.generation = checkpoint.name, checkpoint.config, checkpoint.generation
     self.tokenizer, self.params = checkpoint.tokenizer, checkpoint.params
     self.network = registry.build(checkpoint.config, dtype)
-    self.load_s, self._clock = load_s, Clock(announce)
+    self.load_s, self._compiler = load_s, Compiler(checkpoint.placement, announce)
     self._programs: dict[tuple, Programs] = {}
     self._drafters: dict[str, Drafter] = {}
 
@@ -207,11 +208,11 @@ class LM:
     programs = self.programs([request.settings for request in requests])
     readers = [Reader(request, self.tokenizer) for request in requests]
     if requests[0].settings.searches:
-      return Searching(programs, readers, compiled_s=lambda: self._clock.seconds, cancel=cancel)
+      return Searching(programs, readers, compiled_s=lambda: self._compiler.seconds, cancel=cancel)
     if capacity is None:
       capacity = max(r.settings.capacity or min(bucket(r.reach, SMALLEST_CAPACITY), self.context) for r in requests)
     return Decoding(
-      programs, readers, capacity=capacity, compiled_s=lambda: self._clock.seconds, cache=cache, held=held,
+      programs, readers, capacity=capacity, compiled_s=lambda: self._compiler.seconds, cache=cache, held=held,
       cancel=cancel,
     )  # fmt: skip
 
@@ -227,7 +228,7 @@ class LM:
       guesses = functools.partial(SpeculatingPrograms, drafter=self.drafter(each[0].speculate))
       asked = ((each[0].searches, beams), (guided, GuidedPrograms), (each[0].speculate != "off", guesses))
       kind = next((kind for wanted, kind in asked if wanted), plain)
-      self._programs[key] = kind(self.network, self.params, each[0], full, inspect, vocab, self._clock)
+      self._programs[key] = kind(self.network, self.params, each[0], full, inspect, vocab, self._compiler)
     return self._programs[key]
 
   def drafter(self, spec: str) -> Drafter | None:
@@ -328,6 +329,7 @@ def load(
   *,
   dtype: Any = None,
   weights: str | None = None,
+  mesh: str | Mapping[str, int] | None = None,
   cache_dir: str | Path | None = None,
   announce: Callable[[str], None] | None = None,
 ) -> LM:
@@ -335,6 +337,7 @@ def load(
 
   dtype: of weights and compute; None is float32 on CPU, bfloat16 elsewhere. weights: None for floats, 'keep' for the
   quantised blocks of a file as they are, or 'int8', 'q8_0', 'q4_0', 'q4_1' to round to (see `checkpoint.load`).
+  mesh: None for one device, or how the model is divided among all of them: 'tensor=4,data=2', see `sharding.parse`.
   cache_dir: where fetched models and compiled programs are kept; default the user's cache directory. announce: told
   in words before each compilation. Unless JAX's compilation cache is set already, it is set to a folder there, so that
   a second process compiles nothing. Raises CheckpointError (a ValueError) that says what was wrong and what to do.
@@ -344,10 +347,25 @@ def load(
     raise ValueError(f"a model is named by a text or a path, got {name!r}")
   dtype = _float_type(dtype)
   _keep_compilations(cache_dir)
-  checkpoint = load_checkpoint(name, dtype, weights=weights, cache_dir=cache_dir)
+  placement = _placement(mesh)
+  checkpoint = load_checkpoint(name, dtype, weights=weights, cache_dir=cache_dir, placement=placement)
   lm = kind_of(checkpoint.config)(checkpoint, dtype, announce=announce)
   lm.load_s = time.perf_counter() - start
   return lm
+
+
+def _placement(mesh: str | Mapping[str, int] | None) -> Callable[[Mapping[str, Any]], sharding.Placement]:
+  """config -> where a model of it lies. ValueError for what is no mesh of the devices that there are."""
+  if mesh is None:
+    return lambda config: sharding.OneDevice()
+  sizes = sharding.parse(mesh, jax.device_count()) if isinstance(mesh, str) else dict(mesh)
+
+  def over(config: Mapping[str, Any]) -> sharding.Placement:
+    spec = registry.build(config).cache_spec
+    heads = sharding.query_heads(registry.parameter_shapes(config), spec)
+    return sharding.Sharding(sharding.mesh_for(sizes, spec, heads))
+
+  return over
 
 
 def kind_of(config: Mapping[str, Any]) -> type[LM]:

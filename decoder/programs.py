@@ -21,6 +21,7 @@ from decoder.models.registry import Network
 from decoder.ops.kernels.channel import over
 from decoder.sampling import request_key
 from decoder.settings import Settings
+from decoder.sharding import Placement
 from decoder.strategies import State, Told, asking, autoregressive, forward_telling, init, pending, run
 from decoder.strategies.loop import Run
 from decoder.types import Array, Emission, Strategy
@@ -37,13 +38,20 @@ def bucket(size: int, smallest: int = 1) -> int:
   return max(smallest, 1 << max(size - 1, 0).bit_length())
 
 
-class Clock:
-  """Seconds spent compiling so far. `announce` is told of each compilation that takes longer than a moment; one that
-  JAX's compilation cache answers takes less."""
+class Compiler:
+  """Compiles programs for the devices of a placement. seconds: spent at it so far. `announce` is told of each
+  compilation that takes longer than a moment; one that JAX's compilation cache answers takes less."""
 
-  def __init__(self, announce: Callable[[str], None] | None = None):
-    self.seconds = 0.0
-    self._announce = announce
+  def __init__(self, placement: Placement, announce: Callable[[str], None] | None = None):
+    self.placement, self.seconds = placement, 0.0
+    self._announce = announce or (lambda what: None)
+
+  def compile(self, program: Callable, what: str, donated: int | None, *arguments: Any) -> Callable:
+    """The program compiled for arguments like these; `what` it is in words."""
+    with self.counting():
+      lowered = self.placement.jit(program, donate_argnums=donated).lower(*arguments)
+      with self.announcing(what):
+        return lowered.compile()
 
   @contextlib.contextmanager
   def counting(self) -> Iterator[None]:
@@ -57,7 +65,7 @@ class Clock:
   @contextlib.contextmanager
   def announcing(self, what: str) -> Iterator[None]:
     """Announces `what` if the block takes longer than a moment."""
-    timer = threading.Timer(_MOMENT, self._announce or (lambda what: None), (what,))
+    timer = threading.Timer(_MOMENT, self._announce, (what,))
     timer.daemon = True
     timer.start()
     try:
@@ -80,13 +88,22 @@ class Programs:
 
   def __init__(
     self, network: Network, params: Any, settings: Settings, full: bool, inspect: Callable, vocab_size: int | None,
-    clock: Clock,
+    compiler: Compiler,
   ):  # fmt: skip
-    self._network, self._params, self._full, self._clock = network, params, full, clock
+    self._network, self._params, self._full, self._compiler = network, params, full, compiler
     chain = settings.chain(full)
     self.links = chain.update.names  # what an explanation calls them
     self._strategy = self._further = autoregressive(network.model, chain, vocab_size, inspect)
     self._compiled: dict[tuple, Callable] = {}
+
+  @property
+  def placement(self) -> Placement:
+    """Where they run."""
+    return self._compiler.placement
+
+  def rows(self, number: int) -> int:
+    """Rows of a batch that holds so many: few sizes, and as many for each device."""
+    return -(-bucket(number) // self.placement.rows) * self.placement.rows
 
   def numbers(self, settings: Settings) -> Any:
     """The state of the chain for one row with these settings."""
@@ -243,7 +260,8 @@ class Programs:
     return self.draw(state, logits_BV, masks_BJW[:, 0])
 
   def _allocate(self, rows: int, capacity: int, fields: dict[str, Any], **more: Any) -> Any:
-    return allocate(self._network.cache_spec, rows, capacity, codec=Raw(self._network.dtype, bits=True), **more)
+    codec, layout = Raw(self._network.dtype, bits=True), self.placement.layout
+    return allocate(self._network.cache_spec, rows, capacity, codec=codec, layout=layout, **more)
 
   def _start_of_last(self, state: State, lengths: Sequence[int], held: int) -> np.ndarray:
     """Where the last chunk starts in each row; negative where it is longer than the row."""
@@ -339,10 +357,7 @@ class Programs:
 
   def _compile(self, key: tuple, what: str, program: Callable, donated: int | None, *arguments: Any) -> Callable:
     if key not in self._compiled:
-      with self._clock.counting():
-        lowered = jax.jit(program, donate_argnums=donated).lower(*arguments)
-        with self._clock.announcing(what):
-          self._compiled[key] = lowered.compile()
+      self._compiled[key] = self._compiler.compile(program, what, donated, *arguments)
     return self._compiled[key]
 
 

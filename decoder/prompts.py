@@ -4,13 +4,13 @@ Each distinct prompt is a row of its own until its last token is read; then rows
 its own key, limit and settings. What a row draws is what it would draw after reading the prompt by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from decoder.programs import Programs, bucket
+from decoder.programs import Programs
 from decoder.reader import Request
 from decoder.report import size_for
 from decoder.strategies import State
@@ -40,7 +40,7 @@ class Apart:
     self._fields = {**fields, "held_B": fields["length_B"]}
     self._rows_R = np.zeros(fields["length_B"].shape, np.int32)
     self._rows_R[: len(self._homes)] = self._homes
-    rows = bucket(len(self._order))
+    rows = self._programs.rows(len(self._order))
     firsts = [self._homes.index(home) for home in range(len(self._order))]
     chosen = np.array(firsts + firsts[:1] * (rows - len(firsts)))
     fields = jax.tree.map(lambda leaf: leaf[chosen], fields)
@@ -81,7 +81,7 @@ class Apart:
       state, logits_BV = self._programs.read_half(state, self._lengths, held)
     else:
       state, logits_BV = self._tell_chunk(state, 0)
-      told_B = told_rows(self._parts, self._lengths)
+      told_B = told_rows(self._programs.placement.fetch, self._parts, self._lengths)
       self.told = [told_B[home] for home in self._homes]
     return self._programs.fork(state, logits_BV, self._rows_R, self._fields)
 
@@ -98,10 +98,10 @@ class Apart:
     return forked
 
 
-def told_rows(parts: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
+def told_rows(fetch: Callable, parts: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
   """From what the chunks told, the last one aligned to the prompts' ends: for each row numpy leaves over its tokens but
-  the first."""
-  told = jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *jax.device_get(list(parts)))
+  the first. fetch: a `Placement`'s."""
+  told = jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *fetch(list(parts)))
   # A row's first position stands `length` columns before the end; nothing comes after its last.
   longest = told.sound_BT.shape[1]
   spans = [slice(longest - length, longest - 1) for length in lengths]

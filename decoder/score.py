@@ -87,7 +87,7 @@ def _read(lm: Any, texts: Sequence[Sequence[int]], number: int) -> list[Any]:
   for chunk in (*programs.chunks(lengths), 0):
     state, _, told = programs.tell_chunk(state, lengths, size_for(number), chunk)
     parts.append(told)
-  return told_rows(parts, lengths)
+  return told_rows(programs.placement.fetch, parts, lengths)
 
 
 def _score(lm: Any, ids: Sequence[int], border: int, told: Any, number: int) -> Score:

@@ -58,7 +58,7 @@ class Searching:
       if not self.done:
         steps = min(steps, LOOP, _SHORT if self._watched else LOOP)
         self._search, emission = self._programs.search(self._search, steps)
-        self._finish_B = jax.device_get(emission.info.finish_B)
+        self._finish_B = self._programs.placement.fetch(emission.info.finish_B)
         self.done = not bool((self._finish_B == Finish.RUNNING).any())
         self._steps, self._spent_ms = self._steps + steps, self._elapsed()
     return [""] * len(self.requests)
@@ -73,7 +73,8 @@ class Searching:
     """By request its hypothesis; None where there are fewer, but for the first of a prompt."""
     found = live = None
     if self._search is not None:
-      found, live = jax.device_get(hypotheses(self._search)), _live_texts(self._search)
+      fetch = self._programs.placement.fetch
+      found, live = fetch(hypotheses(self._search)), _live_texts(self._search, fetch)
     results, example = [], -1
     for row, request in enumerate(self.requests):
       example += request.sample == 0
@@ -142,11 +143,11 @@ class Searching:
     return (time.perf_counter() - self._start - self._compiled_s()) * 1e3
 
 
-def _live_texts(search: Search) -> list[list[np.ndarray]]:
+def _live_texts(search: Search, fetch: Callable) -> list[list[np.ndarray]]:
   """On the host, by row: new tokens of the texts that are still carried on, the best first."""
   fields = (search.sum_BW, search.context_BWL, search.prompt_B, search.length_B)
   rows = []
-  for sum_W, context_WL, prompt, length in zip(*jax.device_get(fields)):
+  for sum_W, context_WL, prompt, length in zip(*fetch(fields)):
     best = [w for w in np.argsort(-sum_W, kind="stable") if sum_W[w] > -np.inf]
     rows.append([context_WL[w, prompt:length] for w in best])
   return rows

@@ -36,7 +36,7 @@ class SpeculatingPrograms(Programs):
 
   def __init__(
     self, network: Network, params: Any, settings: Settings, full: bool, inspect: Callable, vocab_size: int | None,
-    clock: Any, drafter: Drafter | None = None,
+    compiler: Any, drafter: Drafter | None = None,
   ):  # fmt: skip
     self._drafter, chain, alone = drafter, settings.chain(full), network.model
     costs = step_costs(params)
@@ -45,7 +45,7 @@ class SpeculatingPrograms(Programs):
       network = network._replace(model=accompanied(network.model, drafter.companion))
       params, self.cache_type = Both(params, drafter.params), Accompanied
       self._proposer = drafted(drafter.companion, chain, vocab_size, drafter.each, costs)
-    super().__init__(network, params, settings, full, inspect, vocab_size, clock)
+    super().__init__(network, params, settings, full, inspect, vocab_size, compiler)
     self.block, self._memory = settings.draft_tokens + 1, self._proposer.init
     self._guessing = functools.partial(
       speculative, network.model, chain, size=settings.draft_tokens, vocab_size=vocab_size, inspect=inspect
@@ -65,7 +65,7 @@ class SpeculatingPrograms(Programs):
 
   def speculated(self, state: State) -> list[Speculated]:
     so_far = state.settings
-    counts = jax.device_get((so_far.steps, so_far.drafted, so_far.accepted))
+    counts = self.placement.fetch((so_far.steps, so_far.drafted, so_far.accepted))
     return [Speculated(*map(int, row)) for row in zip(*counts)]
 
   def takes(self, cache: Any) -> bool:
@@ -77,7 +77,7 @@ class SpeculatingPrograms(Programs):
 
   def guesses(self, state: State) -> list[np.ndarray]:
     """Waits for the device."""
-    tokens_BJ, positions_BJ = jax.device_get((state.tokens_BT, state.positions_BT))
+    tokens_BJ, positions_BJ = self.placement.fetch((state.tokens_BT, state.positions_BT))
     return [tokens[1:][positions[1:] >= 0] for tokens, positions in zip(tokens_BJ, positions_BJ)]
 
   def draw_further(self, state: State, judgement: Any, masks_BJW: np.ndarray) -> tuple[State, Emission]:

@@ -5,6 +5,7 @@ from decoder.cache.cache import CROSS, Cache, Entry, LayerSpec, allocate
 from decoder.cache.codecs import Codec, Raw
 from decoder.cache.encoded import Encoded
 from decoder.cache.layouts import Contiguous, Layout
+from decoder.cache.spread import Spread, Spreading
 from decoder.cache.whole import Whole
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
   "LayerSpec",
   "Layout",
   "Raw",
+  "Spread",
+  "Spreading",
   "Whole",
   "allocate",
 ]

@@ -6,11 +6,15 @@ this table and moves no keys or values; a slot that no beam passes through any m
 what attention reads is the tree of texts that still live, rather than W copies of what they share.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from decoder.cache.layouts import Contiguous, put, span
+from decoder.cache.slots import attend_blocks, needed_blocks, put, span
+from decoder.ops.attention import Partial, Query
 from decoder.types import NONE, Array
 
 
@@ -29,7 +33,7 @@ class Branching:
   in_order = True
 
   @classmethod
-  def of(cls, prompts: Contiguous, beams: int) -> "Branching":
+  def of(cls, prompts: Any, beams: int) -> "Branching":
     """Every beam's text begins with what the row holds. ValueError for fewer slots than beams."""
     batch, slots = prompts.positions_BS.shape
     if not 1 <= beams <= slots:
@@ -63,14 +67,7 @@ class Branching:
 
   def blocks(self, positions_BT: Array, window: int | None) -> tuple[Array, Array]:
     """The range of blocks, first … last − 1, that queries at these positions may need."""
-    oldest = jnp.int32(0)
-    if window is not None:
-      newest = jnp.iinfo(jnp.int32).max
-      oldest = jnp.maximum(jnp.min(jnp.where(positions_BT >= 0, positions_BT, newest)) - window + 1, 0)
-    needed_S = jnp.any(self.positions_BWS >= oldest, axis=(0, 1))
-    index_S = jnp.arange(needed_S.shape[0], dtype=jnp.int32)
-    last = jnp.max(jnp.where(needed_S, index_S, NONE)) // self.block + 1
-    return jnp.minimum(jnp.min(jnp.where(needed_S, index_S, needed_S.shape[0])) // self.block, last), last
+    return needed_blocks(self.positions_BWS, positions_BT, window, self.block)
 
   def read(self, buffer: Array, block: Array) -> Array:
     return span(buffer, block, self.block, axis=2)
@@ -78,6 +75,9 @@ class Branching:
   def read_positions(self, block: Array) -> Array:
     """[B, W, slots of a block]: as each beam sees them."""
     return span(self.positions_BWS, block, self.block, axis=2)
+
+  def attend(self, query: Query, kv_heads: int, storage: Any, read: Callable, drafts: Partial | None) -> Array:
+    return attend_blocks(self, query, kv_heads, storage, read, drafts)
 
   def truncate(self, length_B: Array) -> "Branching":
     """Forgets positions ≥ length."""

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from decoder.cache.branching import Branching
 from decoder.cache.codecs import Codec, Raw
 from decoder.cache.encoded import Encoded
 from decoder.cache.layouts import Contiguous, Layout
@@ -67,15 +66,15 @@ class Entry:
     if query.rotate is not None:
       query = query._replace(q_BTNH=query.rotate(query.q_BTNH, query.positions_BT))
 
-    def read(block: Array) -> tuple[Array, Array, Array]:
-      k, v = (self.codec.read(self.storage[name], self.layout, block) for name in ("k", "v"))
-      return k, v, self.layout.read_positions(block)
-
-    first, last = self.layout.blocks(query.positions_BT, query.window)
     k, v = (self.codec.plain(self.storage[name]) for name in ("k", "v"))
     if self.tail is None and self.layout.in_order and kernel.fits(query, k, v):
-      return kernel.decode_attend(query, k, v, self.layout.positions, (first, last), self.layout.block), self
-    return attention.attend(query, self.kv_heads, read, first, last, self._drafted(query)), self
+      blocks = self.layout.blocks(query.positions_BT, query.window)
+      return kernel.decode_attend(query, k, v, self.layout.positions, blocks, self.layout.block), self
+
+    def read(layout: Layout, storage: dict[str, Any], block: Array) -> tuple[Array, Array]:
+      return tuple(self.codec.read(storage[name], layout, block) for name in ("k", "v"))
+
+    return self.layout.attend(query, self.kv_heads, self.storage, read, self._drafted(query)), self
 
   def _drafted(self, query: attention.Query) -> attention.Partial | None:
     """The softmax over the tail, where there is one."""
@@ -161,7 +160,7 @@ class Cache:
   def spread(self, beams: int) -> "Cache":
     """The same rows, to be gone on from by so many beams each; nothing is copied. Each further block of tokens has one
     token a beam, and takes a slot for each."""
-    return self._growing(lambda layout: Branching.of(layout, beams))
+    return self._growing(lambda layout: layout.branched(beams))
 
   def follow(self, parents_BW: Array) -> "Cache":
     """After `spread`: beam w goes on from the text of beam parents_BW[b, w] of its row, NONE from none. Moves no bytes
@@ -196,13 +195,13 @@ class Cache:
 
 
 def allocate(
-  spec: Sequence[LayerSpec], batch: int, capacity: int, *, layout: type = Contiguous, codec: Codec | None = None,
-  source: int = 1, encoded: type = Encoded,
+  spec: Sequence[LayerSpec], batch: int, capacity: int, *, layout: Any = Contiguous, codec: Codec | None = None,
+  source: int = 1, encoded: Any = Encoded,
 ) -> Cache:  # fmt: skip
   """An empty cache of `batch` rows for `capacity` tokens each, and for `source` tokens that an encoder reads, if the
   model has one.
 
-  spec: one LayerSpec a layer, from the model's `cache_spec()`. layout: a class with `allocate(batch, capacity)`;
+  spec: one LayerSpec a layer, from the model's `cache_spec()`. layout: has `allocate(batch, capacity)`;
   encoded: likewise, of what an encoder reads.
   Takes batch × capacity × Σ kv_heads × head_dim × 2 × (bytes of the codec) bytes. ValueError for sizes below 1.
   """

@@ -5,19 +5,23 @@ One idea: `positions_BS[b, s]` is the position that slot s of row b holds, NONE 
 are written over. How the bytes look is the codec's business.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
+from decoder.cache.branching import Branching
+from decoder.cache.slots import attend_blocks, put, span
+from decoder.ops.attention import Partial, Query
 from decoder.types import NONE, Array
 
 
 class Layout(Protocol):
   """Shared by the layers of a group; every method is pure. positions: what each slot holds, [B, S], or [B, T, S] where
   each query token sees slots of its own. in_order: whether blocks lie one after another in buffers [B, K, S, H],
-  `block` slots each, so that a kernel may read them in place."""
+  `block` slots each, so that a kernel may read them in place. attend: a query over what is stored, `drafts` included;
+  read: (layout, storage, block) -> (k_BKSH, v_BKSH) of one block. branched: the layout of so many beams a row."""
 
   positions: Array
   capacity: int
@@ -29,6 +33,8 @@ class Layout(Protocol):
   def blocks(self, positions_BT: Array, window: int | None) -> tuple[Array, Array]: ...
   def read(self, buffer: Array, block: Array) -> Array: ...
   def read_positions(self, block: Array) -> Array: ...
+  def attend(self, query: Query, kv_heads: int, storage: Any, read: Callable, drafts: Partial | None) -> Array: ...
+  def branched(self, beams: int) -> "Layout": ...
   def truncate(self, length_B: Array) -> "Layout": ...
   def select(self, rows_R: Array) -> "Layout": ...
   def select_buffer(self, buffer: Array, rows_R: Array) -> Array: ...
@@ -89,6 +95,13 @@ class Contiguous:
   def read_positions(self, block: Array) -> Array:
     return span(self.positions_BS, block, self.block, axis=1)
 
+  def attend(self, query: Query, kv_heads: int, storage: Any, read: Callable, drafts: Partial | None) -> Array:
+    return attend_blocks(self, query, kv_heads, storage, read, drafts)
+
+  def branched(self, beams: int) -> Layout:
+    """The same rows, each gone on from by so many beams."""
+    return Branching.of(self, beams)
+
   def truncate(self, length_B: Array) -> "Contiguous":
     """Forgets positions ≥ length."""
     return self.replace(positions_BS=jnp.where(self.positions_BS < length_B[:, None], self.positions_BS, NONE))
@@ -115,16 +128,3 @@ class Contiguous:
   def _slots(self, positions_BT: Array) -> Array:
     outside = (positions_BT < 0) | (positions_BT >= self.capacity)
     return jnp.where(outside, self.positions_BS.shape[1], positions_BT)  # an index past the end is dropped
-
-
-def put(buffer: Array, values_BTKH: Array, slots_BT: Array) -> Array:
-  """Values written to slots of [B, K, S, H]; a slot past the end is dropped. One scatter over (row, head, slot): in
-  place where the buffer is donated, on CPU and on TPU alike."""
-  batch, heads = buffer.shape[:2]
-  rows, heads = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
-  return buffer.at[rows, heads, slots_BT[:, None, :]].set(values_BTKH.swapaxes(1, 2).astype(buffer.dtype), mode="drop")
-
-
-def span(x: Array, block: Array, size: int, axis: int) -> Array:
-  """The entries of one block along an axis."""
-  return lax.dynamic_slice_in_dim(x, block * size, size, axis=axis)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from decoder.checkpoint.progress import progress_bar
 from decoder.checkpoint.safetensors import open_huggingface
 from decoder.checkpoint.source import Source, Tensor, check, expected_shapes
 from decoder.checkpoint.weights import KEEP, check_weights, kind_of, read_quantised
+from decoder.sharding import OneDevice, Placement
 
 
 class Checkpoint(NamedTuple):
@@ -23,7 +25,7 @@ class Checkpoint(NamedTuple):
   config: as a Hugging Face config.json. generation: as generation_config.json, or {}.
   tokenizer: None if the checkpoint has none; token ids still work then.
   params: nested dict on the default device, arrays and QTensors, named as `models.registry.parameter_shapes` does.
-  path: the file or directory that it came from.
+  path: the file or directory that it came from. placement: where they lie.
   """
 
   name: str
@@ -32,6 +34,7 @@ class Checkpoint(NamedTuple):
   tokenizer: Any
   params: dict[str, Any]
   path: Path
+  placement: Placement = OneDevice()
 
 
 def load(
@@ -41,6 +44,7 @@ def load(
   weights: str | None = None,
   cache_dir: str | Path | None = None,
   progress: bool = True,
+  placement: Callable[[Mapping[str, Any]], Placement] = lambda config: OneDevice(),
 ) -> Checkpoint:
   """Loads a model by registered name, path (GGUF file, Hugging Face or Orbax directory) or `hf:org/name[@revision]`.
 
@@ -49,20 +53,22 @@ def load(
   to round to it what is not of that kind already. Norms, biases and widths that are no multiple of 32 stay floats; with
   4 bits, embedding and head are rounded to 8.
   Weights of an Orbax directory already as asked are memory-mapped on CPU and never copied; what is copied lies on huge
-  pages, where the system has them. Raises CheckpointError.
+  pages, where the system has them. placement: config -> where the parameters go. Raises CheckpointError.
   """
   from decoder.checkpoint.hub import resolve
 
   check_weights(weights)
   path = resolve(name, cache_dir=cache_dir, progress=progress, kept=weights == KEEP)
   source = open_checked(path)
+  placed = placement(source.config)
   return Checkpoint(
     name=str(name) if not Path(name).exists() else Path(name).resolve().stem,
     config=source.config,
     generation=source.generation,
     tokenizer=source.tokenizer(),
-    params=place(source, dtype, weights, progress),
+    params=place(source, dtype, weights, progress, placed),
     path=path,
+    placement=placed,
   )
 
 
@@ -103,8 +109,10 @@ def open_source(path: Path) -> Source:
   )
 
 
-def place(source: Source, dtype: Any, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
-  """Reads all tensors in parallel and puts them on the default device, as the nested dict of parameters."""
+def place(
+  source: Source, dtype: Any, weights: str | None = None, progress: bool = True, placement: Placement | None = None
+) -> dict[str, Any]:
+  """Reads all tensors in parallel and puts them on their devices, as the nested dict of parameters."""
   import jax
 
   from decoder.ops.kernels import build
@@ -112,7 +120,8 @@ def place(source: Source, dtype: Any, weights: str | None = None, progress: bool
   if dtype is None:
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-  striped = weights is not None and build.ready()  # the order that the CPU kernels stream
+  placement = placement or OneDevice()
+  striped = weights is not None and placement.alone and build.ready()  # the order that the CPU kernels stream
   room, tensors = memory.Room(), source.tensors
 
   def put(path: str, tensor: Tensor) -> Any:
@@ -121,9 +130,7 @@ def place(source: Source, dtype: Any, weights: str | None = None, progress: bool
     as_stored = source.stable and tensor.kind == kind and (kind or value.dtype == dtype)
     if not as_stored:
       value = jax.tree.map(lambda array: room.copy(array, array.dtype if kind else dtype), value)
-    # On CPU an array aligned to 64 bytes becomes the buffer itself, here a mapped file or a copy of our own. JAX keeps
-    # it alive as long as the buffer and copies before it would write to it (donation).
-    value = jax.device_put(value, may_alias=True)
+    value = placement.put(path, value)
     advance(tensor.size * dtype.itemsize)
     return value
 

@@ -118,6 +118,13 @@ def attend(query: Query, kv_heads: int, read: Callable, first: Array, last: Arra
   query: with q already rotated. read: block index -> (k_BKSH, v_BKSH, kv_positions) of that block, positions as
   for `visible`.
   """
+  return finished(query, absorb_blocks(query, kv_heads, read, first, last, partial))
+
+
+def absorb_blocks(
+  query: Query, kv_heads: int, read: Callable, first: Array, last: Array, partial: Partial | None
+) -> Partial:
+  """The softmax that `attend` finishes."""
   q_BKQH = fold_heads(query.q_BTNH, kv_heads)
 
   def body(index: Array, running: Partial) -> Partial:
@@ -126,8 +133,12 @@ def attend(query: Query, kv_heads: int, read: Callable, first: Array, last: Arra
     bias_BNTS = None if query.bias is None else query.bias(query.positions_BT, kv_positions)
     return absorb(running, q_BKQH, query, k, v, seen_BTS, bias_BNTS)
 
-  done = lax.fori_loop(first, last, body, empty(q_BKQH) if partial is None else partial)
-  return unfold_heads(finish(done), query.q_BTNH.shape[1]).astype(query.q_BTNH.dtype)
+  return lax.fori_loop(first, last, body, empty(q_BKQH) if partial is None else partial)
+
+
+def finished(query: Query, partial: Partial) -> Array:
+  """What a softmax over all keys gives the query: [B, T, N, H], in its type."""
+  return unfold_heads(finish(partial), query.q_BTNH.shape[1]).astype(query.q_BTNH.dtype)
 
 
 def attend_both_ways(query: Query, k_BTKH: Array, v_BTKH: Array) -> Array:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -39,9 +40,16 @@ def ready() -> bool:
   """Whether XLA's CPU backend can call the kernels; builds them when first asked.
 
   False, without building, where the default backend is another: programs of a GPU or TPU host need no CPU kernels.
+  False too while a program is traced for several devices: XLA would gather on each what a call takes.
   """
   with _lock:
-    return jax.default_backend() == "cpu" and _registered() is not None
+    return jax.default_backend() == "cpu" and not _partitioned() and _registered() is not None
+
+
+def _partitioned() -> bool:
+  mesh = jax.sharding.get_abstract_mesh()
+  automatic = (size for size, kind in zip(mesh.axis_sizes, mesh.axis_types) if kind == jax.sharding.AxisType.Auto)
+  return math.prod(automatic) > 1
 
 
 def loaded() -> ctypes.CDLL:

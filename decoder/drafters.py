@@ -50,14 +50,15 @@ def find(lm: Any, spec: str) -> Drafter:
 
 
 def _draft(lm: Any, name: str) -> Drafter:
-  loaded = checkpoint.load(name, None if jax.default_backend() == "cpu" else lm.network.dtype, weights=_bits())
+  loaded = _load(lm, name)
   if registry.has_encoder(loaded.config):
     raise ValueError(f"draft:{name} is an encoder–decoder; a draft model goes on from the same text, as a decoder does")
   network = registry.build(loaded.config, lm.network.dtype)
   _same_vocabulary(lm, f"draft:{name}", loaded, network.vocab_size)
 
   def empty(rows: int, capacity: int) -> Cache:
-    return allocate(network.cache_spec, rows, capacity, codec=Raw(network.dtype, bits=True))
+    codec = Raw(network.dtype, bits=True)
+    return allocate(network.cache_spec, rows, capacity, codec=codec, layout=lm.placement.layout)
 
   features = registry.feature_size(lm.network, lm.params)
   return Drafter(second_model(network.model, empty), loaded.params, size(loaded.params) / size(lm.params), features)
@@ -86,9 +87,9 @@ def _head(lm: Any, name: str) -> Drafter:
     raise ValueError(
       f"{lm.name} has no head that drafts: that is offered for Llama's family; use 'lookup' or 'draft:…'"
     )
-  mine = fingerprint(lm.params)
+  mine = fingerprint(lm.params, lm.placement.fetch)
   path = checkpoint.resolve(name) if name else _registered_for(lm.name, mine)
-  loaded = checkpoint.load(path, None if jax.default_backend() == "cpu" else lm.network.dtype, weights=_bits())
+  loaded = _load(lm, path)
   config = loaded.config
   if config.get("model_type") not in registry.HEADS:
     raise ValueError(f"head:{name} is a {config.get('model_type')}, no head that drafts; use draft:{name}")
@@ -98,18 +99,19 @@ def _head(lm: Any, name: str) -> Drafter:
       "train one for it with scripts/distill.py"
     )
   ids_R = np.asarray(config["draft_tokens"], np.int32)
-  table_RD = _in_bits(np.asarray(look_up(lm.network.tables(lm.params)[1], ids_R)))
-  params = HeadParams(loaded.params, table_RD, jnp.asarray(ids_R))
-  return Drafter(
-    feature_head(_as_head(lm.network, config)), params, size(params) / size(lm.params), config["hidden_size"]
-  )
+  rows_RD = np.asarray(lm.placement.fetch(look_up(lm.network.tables(lm.params)[1], ids_R)))
+  in_bits = _kept(lm) is not None and fits(rows_RD.shape)
+  table_RD = lm.placement.put("head/weight", quantise(rows_RD, "q8_0", striped=True) if in_bits else rows_RD)
+  params = HeadParams(loaded.params, table_RD, lm.placement.put("ids", ids_R))
+  return Drafter(feature_head(_as_head(lm, config)), params, size(params) / size(lm.params), config["hidden_size"])
 
 
-def _as_head(network: registry.Network, config: dict[str, Any]) -> Head:
+def _as_head(lm: Any, config: dict[str, Any]) -> Head:
+  network = lm.network
   run, spec = registry.draft_head(config, network.dtype)
 
   def empty(rows: int, capacity: int) -> Cache:
-    return allocate(spec, rows, capacity, codec=Raw(network.dtype, bits=True))
+    return allocate(spec, rows, capacity, codec=Raw(network.dtype, bits=True), layout=lm.placement.layout)
 
   def forward(params: Both, tokens_BT: Array, features_BTD: Array, positions_BT: Array, cache: Cache) -> Any:
     vectors_BTD = look_up(network.tables(params.model)[0], tokens_BT).astype(network.dtype)
@@ -134,15 +136,14 @@ def _registered_for(name: str, target: str) -> Path:
   )
 
 
-def _bits() -> str | None:
+def _load(lm: Any, name: str | Path) -> Any:
+  dtype = None if jax.default_backend() == "cpu" else lm.network.dtype
+  return checkpoint.load(name, dtype, weights=_kept(lm), placement=lambda config: lm.placement)
+
+
+def _kept(lm: Any) -> str | None:
   """Drafters are held as their files hold them where kernels read few bits, for what they say is judged anyway."""
-  return checkpoint.KEEP if build.ready() else None
-
-
-def _in_bits(table_RD: np.ndarray) -> Any:
-  if build.ready() and fits(table_RD.shape):
-    return jax.device_put(quantise(table_RD, "q8_0", striped=True))
-  return jnp.asarray(table_RD)
+  return checkpoint.KEEP if lm.placement.alone and build.ready() else None
 
 
 def step_costs(params: Any) -> tuple[float, ...]:

@@ -67,6 +67,11 @@ class LM:
   def context(self) -> int:
     return self.network.context
 
+  @property
+  def placement(self) -> sharding.Placement:
+    """Where its parameters lie and its programs run."""
+    return self._compiler.placement
+
   @functools.cached_property
   def defaults(self) -> Settings:
     """What the checkpoint's generation_config.json asks for: `lm.generate(prompt, lm.defaults)`. Used only where given:

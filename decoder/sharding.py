@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -142,6 +143,8 @@ class Sharding:
     """Each device gets its part; of a mapped file no more than those parts are read."""
 
     def place(name: str, part: np.ndarray) -> Array:
+      if part.dtype == jnp.uint4 and self.mesh.devices.flat[0].platform == "cpu":
+        part = part.astype(np.uint8)  # JAX's calls of compiled programs refuse divided arrays of 4 bits there
       spec = self._spec(f"{path}/{name}" if name else path, part.shape, PARAMETERS)
       return jax.make_array_from_callback(part.shape, NamedSharding(self.mesh, spec), lambda index: part[index])
 

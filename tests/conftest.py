@@ -16,6 +16,7 @@ import pytest
 # Shapes are said, never guessed; a random key is used once.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes; what is not put on one runs on the first
 
 QUICKLY = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 if jax.__version_info__ < (0, 11):  # later ones know no other way, and an unknown flag ends the process

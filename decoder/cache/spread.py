@@ -127,11 +127,13 @@ def _attend(
   layout: Any, query: attention.Query, kv_heads: int, storage: Any, read: Callable, drafts: attention.Partial | None
 ) -> Array:
   """Attention over what all shards hold, and over `drafts`, which each of them has: [B, T, N, H]."""
-  asked = (query.q_BTNH, query.positions_BT)
+  asked = (query.q_BTNH, query.positions_BT, query.bias)
 
   def own(shard: Array, storage: Any, kv_positions: Array, asked: tuple, drafts: Any) -> Array:
-    mine, held = query._replace(q_BTNH=asked[0], positions_BT=asked[1]), layout.over(kv_positions)
-    first, last = needed_blocks(kv_positions, asked[1], query.window, layout.block)
+    q_BTNH, positions_BT, bias = asked
+    mine = query._replace(q_BTNH=q_BTNH, positions_BT=positions_BT, bias=bias, rotate=None)
+    held = layout.over(kv_positions)
+    first, last = needed_blocks(kv_positions, positions_BT, query.window, layout.block)
 
     def read_own(block: Array) -> tuple[Array, Array, Array]:
       return (*read(held, storage, block), held.read_positions(block))
@@ -143,7 +145,8 @@ def _attend(
   along, whole = PartitionSpec(None, None, AXIS), PartitionSpec()
   positions = PartitionSpec(*(None,) * (layout.positions.ndim - 1), AXIS)
   specs = (jax.tree.map(lambda _: along, storage), positions, whole, whole)
-  return _each(layout.mesh, own, specs, whole)(_numbers(layout.mesh), storage, layout.positions, asked, drafts)
+  operands = (_numbers(layout.mesh), storage, layout.positions, asked, drafts)
+  return _each(layout.mesh, own, specs, whole)(*operands)
 
 
 def _merged(partial: attention.Partial) -> attention.Partial:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -66,13 +67,15 @@ class Relative(nn.Module):
     table_PN = blocks.Embedding(self.buckets, self.heads, name="table")()
     bucket_R = bucket_of_distances(self.buckets, self.farthest, self.both_ways)
     by_distance_RN = look_up(table_PN, jnp.asarray(bucket_R)).astype(jnp.float32)  # f32: as scores are
+    return jax.tree_util.Partial(_bias, by_distance_RN)
 
-    def bias(positions_BT: Array, kv_positions: Array) -> Array:
-      kv = kv_positions if kv_positions.ndim == 3 else kv_positions[:, None]
-      distance_BTS = jnp.clip(kv - positions_BT[:, :, None], -self.farthest, self.farthest)
-      return jnp.moveaxis(by_distance_RN[distance_BTS + self.farthest], -1, 1)
 
-    return bias
+def _bias(by_distance_RN: Array, positions_BT: Array, kv_positions: Array) -> Array:
+  """by_distance_RN: for distances −farthest … farthest, and for what is farther, the ends."""
+  farthest = by_distance_RN.shape[0] // 2
+  kv = kv_positions if kv_positions.ndim == 3 else kv_positions[:, None]
+  distance_BTS = jnp.clip(kv - positions_BT[:, :, None], -farthest, farthest)
+  return jnp.moveaxis(by_distance_RN[distance_BTS + farthest], -1, 1)
 
 
 def bucket_of_distances(buckets: int, farthest: int, both_ways: bool) -> np.ndarray:

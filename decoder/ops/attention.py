@@ -23,7 +23,8 @@ class Query(NamedTuple):
   scale: factor on the scores. window: a query at t sees t − window + 1 … t; None: everything before it.
   softcap: scores become softcap · tanh(score / softcap), or None (Gemma 2, arXiv:2408.00118).
   rotate: (x_BTNH, positions_BT) -> x_BTNH, the rotary embedding; None for models without one.
-  bias: (positions_BT, kv_positions as for `visible`) -> what is added to the scores [B, N, T, S], or None.
+  bias: (positions_BT, kv_positions as for `visible`) -> what is added to the scores [B, N, T, S], or None. A pytree
+    (`jax.tree_util.Partial`), so that its arrays reach programs for several devices as operands.
   """
 
   q_BTNH: Array

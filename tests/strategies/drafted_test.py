@@ -27,8 +27,19 @@ from companions import (
 from fixtures import rand_lm, table_lm
 from scipy import stats
 
+from decoder.cache import LayerSpec, allocate
 from decoder.sampling import categorical, chain, temperature
-from decoder.strategies import Both, accompanied, autoregressive, drafted, drafting, run, speculative
+from decoder.strategies import (
+  Both,
+  Head,
+  accompanied,
+  autoregressive,
+  drafted,
+  drafting,
+  feature_head,
+  run,
+  speculative,
+)
 from decoder.strategies.speculative import COSTS
 
 JUDGING = sys.modules["decoder.strategies.judging"]
@@ -36,10 +47,14 @@ FREE = 0.0  # what a guess costs, so that as many are made as there is room for
 
 
 def joint(target, draft, link, size=3, tokens=3, each=FREE, costs=(1.0,) * 4):
-  """How often each text of so many tokens after token 0 is written in DRAWS draws, [8, 8, 8]."""
+  """How often each text of so many tokens after token 0 is written in DRAWS draws, [8, 8, 8]. draft: the table of a
+  draft model, or another companion with its parameters."""
   network, params = table_lm(target)
-  other, other_params = table_lm(draft)
-  companion = draft_of(other)
+  if isinstance(draft, tuple):
+    companion, other_params = draft
+  else:
+    other, other_params = table_lm(draft)
+    companion = draft_of(other)
   proposer = drafted(companion, link, None, each, costs)
   model, both = accompanied(network.model, companion), Both(params, other_params)
   further = speculative(model, link, proposer, size)
@@ -61,6 +76,32 @@ def joint(target, draft, link, size=3, tokens=3, each=FREE, costs=(1.0,) * 4):
 def test_chi_square_of_three_tokens_jointly(name):
   """2·10⁵ draws at V = 8, after a draft model with a law of its own."""
   assert pvalue(joint(laws(1), laws(2), CHAINS[name]), expected(name, 1)) > 1e-4
+
+
+def head_of_tables():
+  """A random head for TABLE-LM, whose features are its log-probabilities; it drafts six of the eight tokens."""
+  rng = np.random.default_rng(5)
+  mix, token, out = (jnp.asarray(rng.normal(size=(WIDE, WIDE)), jnp.float32) for _ in range(3))
+
+  def forward(both, tokens_BT, features_BTD, positions_BT, cache):
+    return jnp.tanh(features_BTD @ both.companion["mix"] + both.companion["token"][tokens_BT]), cache.claim(
+      positions_BT
+    )
+
+  def logits(both, features_BD):
+    return (features_BD @ both.companion["out"]).at[:, 6:].set(-jnp.inf)
+
+  def empty(rows, capacity):
+    return allocate((LayerSpec("global", 1, 1),), rows, capacity)
+
+  params = {"mix": mix * 0.2, "token": token, "out": out}
+  return feature_head(Head(empty, forward, logits, WIDE, jnp.float32)), params
+
+
+@pytest.mark.parametrize("name", ["plain", "top_k", "top_p"])
+def test_chi_square_after_a_head(name):
+  """A head that follows the model's features, over fewer tokens than the model has."""
+  assert pvalue(joint(laws(1), head_of_tables(), CHAINS[name]), expected(name, 1)) > 1e-4
 
 
 @pytest.mark.parametrize("draft", ["the same", "near", "nothing in common"])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from decoder.types import Array
 
@@ -69,9 +70,15 @@ def head(x_V: Array, number: int = FEW) -> tuple[Array, Array]:
   if size <= 2 * number * _BLOCK:
     return lax.top_k(x_V, min(number, size))
   blocks = jnp.pad(x_V, (0, -size % _BLOCK), constant_values=-jnp.inf).reshape(-1, _BLOCK)
-  chosen_C = jnp.sort(lax.top_k(jnp.max(blocks, axis=1), number)[1])  # in order, for the ids of equals to be
-  top_C, place_C = lax.top_k(blocks[chosen_C].reshape(-1), number)
+  chosen_C = jnp.sort(lax.top_k(_whole(jnp.max(blocks, axis=1)), number)[1])  # in order, for the ids of equals to be
+  top_C, place_C = lax.top_k(_whole(blocks[chosen_C]).reshape(-1), number)
   return top_C, jnp.minimum(chosen_C[place_C // _BLOCK] * _BLOCK + place_C % _BLOCK, size - 1)
+
+
+def _whole(x: Array) -> Array:
+  """On several devices, what the parts of a vocabulary come down to is sent to each at once. Divided, it would be
+  sorted by one exchange after another."""
+  return x if jax.sharding.get_abstract_mesh().empty else lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def keep_head(logits_V: Array, weight_V: Array, wanted: Array) -> Array:

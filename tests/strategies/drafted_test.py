@@ -72,7 +72,10 @@ def joint(target, draft, link, size=3, tokens=3, each=FREE, costs=(1.0,) * 4):
   return np.bincount(seen @ (WIDE ** np.arange(tokens)[::-1]), minlength=WIDE**tokens).reshape((WIDE,) * tokens)
 
 
-@pytest.mark.parametrize("name", CHAINS)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [name if name == "top_p" else pytest.param(name, marks=SLOW) for name in CHAINS])
 def test_chi_square_of_three_tokens_jointly(name):
   """2·10⁵ draws at V = 8, after a draft model with a law of its own."""
   assert pvalue(joint(laws(1), laws(2), CHAINS[name]), expected(name, 1)) > 1e-4
@@ -98,12 +101,13 @@ def head_of_tables():
   return feature_head(Head(empty, forward, logits, WIDE, jnp.float32)), params
 
 
-@pytest.mark.parametrize("name", ["plain", "top_k", "top_p"])
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=SLOW) for name in ("top_k", "top_p"))])
 def test_chi_square_after_a_head(name):
   """A head that follows the model's features, over fewer tokens than the model has."""
   assert pvalue(joint(laws(1), head_of_tables(), CHAINS[name]), expected(name, 1)) > 1e-4
 
 
+@SLOW
 @pytest.mark.parametrize("draft", ["the same", "near", "nothing in common"])
 def test_chi_square_whatever_the_draft(draft):
   near = 0.9 * laws(1) + 0.1 * laws(2)
@@ -112,6 +116,7 @@ def test_chi_square_whatever_the_draft(draft):
   assert pvalue(joint(laws(1), draft, CHAINS["plain"]), expected("plain", 1)) > 1e-4
 
 
+@SLOW
 def test_chi_square_where_guessing_stops_when_the_draft_is_unsure():
   """Whether a guess is made depends on how sure the draft is, and not on what it draws."""
   assert pvalue(joint(laws(1), laws(2), CHAINS["plain"], each=0.3, costs=COSTS), expected("plain", 1)) > 1e-4

@@ -120,7 +120,9 @@ def test_a_companion_remembers_what_was_kept_and_no_more(kind):
   assert not np.allclose(behind, want, rtol=1e-3, atol=1e-3), "negative control: not yet read"
 
 
-@pytest.mark.parametrize("name", ["plain", "top_k", "top_p"])
+@pytest.mark.parametrize(
+  "name", ["plain", pytest.param("top_k", marks=pytest.mark.slow), pytest.param("top_p", marks=pytest.mark.slow)]
+)
 def test_chi_square_of_three_tokens_jointly(name):
   """2·10⁵ draws at V = 8, guesses by another law."""
   link, widths = CHAINS[name], (3, 2)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from decoder.ops import stacked
-from decoder.ops.kernels import products
+from decoder.ops.kernels import build, products
 from decoder.ops.linear import linear, swiglu
 from decoder.types import Array, QTensor
 
@@ -46,16 +46,20 @@ def mixture(x: Array, router_ED: Array | QTensor, experts: Experts, number: int,
   An expert whose share is 0 leaves no trace, whatever it would answer.
   """
   share, tokens = route(x, router_ED, number), x.size // x.shape[-1]
+  if build.partitioned():
+    return _every(x, _everywhere(share), experts, residual)
   # Blocks of few bits that are striped for the CPU's kernels are read by these, however many tokens there are.
   few = tokens <= products.FEW or getattr(experts.down, "striped", False)
-  if _partitioned() or not few:
-    return _every(x, share, experts, residual)
-  return _chosen(x, share, experts, residual, number if tokens == 1 else None)
+  if few:
+    return _chosen(x, share, experts, residual, number if tokens == 1 else None)
+  return _every(x, share, experts, residual)
 
 
-def _partitioned() -> bool:
-  """Whether a mesh is set over whose axes XLA is to partition what is being traced."""
-  return jax.sharding.AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
+def _everywhere(share: Array) -> Array:
+  """Each device has a token's shares of all experts: divided as the experts are, they would be computed with three
+  exchanges of a few numbers, each as slow as one of many."""
+  kept = jax.sharding.PartitionSpec.UNCONSTRAINED
+  return lax.with_sharding_constraint(share, jax.sharding.PartitionSpec(*[kept] * (share.ndim - 1), None))
 
 
 def _chosen(x: Array, share: Array, experts: Experts, residual: Array, number: int | None) -> Array:

@@ -3,7 +3,7 @@
 Axis letters end the names of arrays, in order; the suffix is the shape:
   B rows          T new tokens      S cache slots    N query heads    K key/value heads
   G queries per key/value head      H head size      D model size     F inner size
-  V vocabulary    L context length  E end ids        Q = T·G query rows of one key/value head
+  V vocabulary    L context length  E end ids, or experts  Q = T·G query rows of one key/value head
 A lower-case letter is half of, or a part of, its axis (h = H/2).
 
 Positions are the only metadata: int32, absolute, NONE (−1) where there is no token. A write at NONE is dropped

@@ -23,9 +23,9 @@ GREEDY = chain(temperature(0.0))
 STRATEGIES = {"autoregressive": lambda network: autoregressive(network.model, GREEDY)}
 
 ROWS, NEW = prompts([3, 11]), 10
-_EVERYDAY = {(model, "small blocks", "raw", "autoregressive") for model in ("absolute", "mixed", "dynamic")} | {
-  ("rope", "contiguous", "raw", "autoregressive")
-}
+_EVERYDAY = {
+  (model, "small blocks", "raw", "autoregressive") for model in ("absolute", "mixed", "dynamic", "experts")
+} | {("rope", "contiguous", "raw", "autoregressive")}
 CELLS = [
   pytest.param(*cell, marks=[] if cell in _EVERYDAY else pytest.mark.slow, id="-".join(cell))
   for cell in itertools.product(MODELS, LAYOUTS, CODECS, STRATEGIES)

@@ -21,6 +21,7 @@ from decoder.checkpoint import Checkpoint
 from decoder.generate import LM
 from decoder.models import blocks, llama
 from decoder.models.llama import Llama, LlamaConfig
+from decoder.models.mixtral import MixtralConfig
 from decoder.models.registry import Network, as_model, initialise
 from decoder.ops.linear import linear
 from decoder.sampling import chain, request_key, temperature
@@ -85,6 +86,7 @@ VARIANTS = {
     model_type="qwen2", num_key_value_heads=2, sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1
   ),
   "dynamic": _llama(rope_scaling={"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8}),
+  "experts": lambda dtype: Llama(MixtralConfig.from_dict({**CONFIG, "num_local_experts": 4}), dtype),
 }
 
 

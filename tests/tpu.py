@@ -33,6 +33,7 @@ LLAMA_3_8B = {
   "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
   "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
+EXPERTS = {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 ROWS, SLOTS = 8, 2048
 PLAN = Plan(4, chain(repetition(1.2)), chain(min_new_tokens(2)))
 
@@ -50,9 +51,9 @@ class Compiled(NamedTuple):
 
 
 class Program(NamedTuple):
-  """What to compile. kind: of the weights, one of `quantised.KINDS` or bfloat16. variant: '' and 'beams' are ours;
-  'undonated', 'written out' (weights dequantised before their products), 'two-axis scatter' and 'reordered' (beams
-  whose rows of cache are) are broken."""
+  """What to compile. kind: of the weights, one of `quantised.KINDS` or bfloat16. variant: '', 'beams' and 'experts'
+  (Mixtral's shape) are ours; 'undonated', 'written out' (weights dequantised before their products), 'two-axis scatter'
+  and 'reordered' (beams whose rows of cache are) are broken."""
 
   kind: str = "int8"
   layers: int = 32
@@ -84,7 +85,7 @@ def compiler():
 
 def ask(program: Program) -> Compiled:
   """Lowers and compiles for one chip of the topology."""
-  config = {**LLAMA_3_8B, "num_hidden_layers": program.layers}
+  config = {**LLAMA_3_8B, **(EXPERTS if program.variant == "experts" else {}), "num_hidden_layers": program.layers}
   network = registry.build(config, jnp.bfloat16)
   params = jax.tree.map(lambda leaf: _stored(leaf.shape, program.kind), registry.parameter_shapes(config))
   model = _written_out(network.model) if program.variant == "written out" else network.model

@@ -85,7 +85,7 @@ def faults(program: Program, plan: tpu.Compiled) -> set[str]:
   return {name for name, bad in wrong.items() if bad}
 
 
-OURS = [Program(), Program("bfloat16", 2), Program("int8", 2, "beams")]
+OURS = [Program(), Program("bfloat16", 2), Program("int8", 2, "beams"), Program("bfloat16", 2, "experts")]
 
 
 @pytest.mark.parametrize("program", OURS, ids=lambda p: f"{p.kind}-{p.layers}-{p.variant}{p.topology}")

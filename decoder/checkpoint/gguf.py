@@ -68,14 +68,17 @@ def config_from_metadata(metadata: Mapping[str, Any], tensors: Mapping[str, Tens
   get = _getter(metadata)
   heads, hidden = get("attention.head_count"), get("embedding_length")
   head_dim = get("attention.key_length", hidden // heads)
-  if get("expert_count", 0):
-    raise CheckpointError(
-      "the GGUF file holds a mixture of experts", got=f"{get('expert_count')} experts", remedy="choose a dense model"
-    )
-  window = get("attention.sliding_window", None)
+  window, experts = get("attention.sliding_window", None), get("expert_count", 0)
   architecture = metadata["general.architecture"]
+  if experts and architecture != "llama":
+    raise CheckpointError(
+      f"the GGUF file holds a mixture of experts that is no Mixtral but {architecture}",
+      got=f"{experts} experts",
+      remedy="choose a dense model or a Mixtral",
+    )
+  kind = "mixtral" if experts else "mistral" if window else "llama"
   config = {
-    "model_type": "mistral" if architecture == "llama" and window else architecture,
+    "model_type": kind if architecture == "llama" else architecture,
     "hidden_size": hidden,
     "intermediate_size": get("feed_forward_length"),
     "num_hidden_layers": get("block_count"),
@@ -95,6 +98,8 @@ def config_from_metadata(metadata: Mapping[str, Any], tensors: Mapping[str, Tens
   }
   if window:
     config["sliding_window"] = window
+  if experts:
+    config |= {"num_local_experts": experts, "num_experts_per_tok": get("expert_used_count")}
   if (rotated := get("rope.dimension_count", head_dim)) != head_dim:
     config["partial_rotary_factor"] = rotated / head_dim
   for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
@@ -228,6 +233,8 @@ def _tensor(file: Path, entry: Any) -> Tensor:
   import gguf
 
   shape, kind, offset = tuple(int(n) for n in reversed(entry.shape)), entry.tensor_type, int(entry.data_offset)
+  if len(shape) == 3:  # [E, F, D], of experts: we have the same bytes in two dimensions
+    shape = (shape[0] * shape[1], shape[2])
   if kind.name in _PLAIN:
     dtype = np.dtype(_PLAIN[kind.name])
     return Tensor(shape, dtype, lambda: sources.map_array(file, offset, shape, dtype))

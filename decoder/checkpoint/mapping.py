@@ -1,7 +1,8 @@
 """Names: from a published tensor to a place in our parameter tree.
 
 Weights keep the published layout, so a mapping is a list of renamings and nothing else. A new architecture is one
-line in RULES, or a new tuple of (pattern, path) pairs where its names differ; an empty path leaves a tensor out.
+line in RULES, or a new tuple of (pattern, path) pairs where its names differ; an empty path leaves a tensor out, and
+`path#3` is the fourth of the tensors that `source.join` stacks into one.
 """
 
 import re
@@ -22,6 +23,16 @@ _LLAMA = (
   (_LAYER + r"mlp\.(gate|up|down)_proj\.(weight|bias)", r"layers_\1/mlp/\2/\3"),
   (r"(?:model\.)?norm\.weight", r"norm/weight"),
   (r"lm_head\.weight", r"head/weight"),
+)
+
+_EXPERT = {"w1": "gate", "w3": "up", "w2": "down"}
+_MIXTRAL = (
+  *_LLAMA,
+  (_LAYER + r"block_sparse_moe\.gate\.weight", r"layers_\1/mlp/router/weight"),
+  *(
+    (_LAYER + rf"block_sparse_moe\.experts\.(\d+)\.{theirs}\.weight", rf"layers_\1/mlp/experts/{ours}/weight#\2")
+    for theirs, ours in _EXPERT.items()
+  ),
 )
 
 _T5_PARTS = {"SelfAttention": "attention", "EncDecAttention": "cross"}
@@ -78,6 +89,7 @@ RULES: Rules = {
   "llama": _LLAMA,
   "mistral": _LLAMA,
   "qwen2": _LLAMA,
+  "mixtral": _MIXTRAL,
   "t5": _T5,
   "mt5": _T5,
   "bart": _BART,
@@ -92,11 +104,13 @@ _GGUF = (
   (r"blk\.(\d+)\.attn_output\.(weight|bias)", r"layers_\1/attention/o/\2"),
   (r"blk\.(\d+)\.ffn_norm\.weight", r"layers_\1/mlp_norm/weight"),
   (r"blk\.(\d+)\.ffn_(gate|up|down)\.(weight|bias)", r"layers_\1/mlp/\2/\3"),
+  (r"blk\.(\d+)\.ffn_gate_inp\.weight", r"layers_\1/mlp/router/weight"),
+  (r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", r"layers_\1/mlp/experts/\2/weight"),
   (r"output_norm\.weight", r"norm/weight"),
   (r"output\.weight", r"head/weight"),
 )
 
-# Names inside GGUF files, by general.architecture (which says llama for Mistral's models too).
+# Names inside GGUF files, by general.architecture (which says llama for Mistral's and Mixtral's models too).
 GGUF_RULES: Rules = {
   "llama": _GGUF,
   "qwen2": _GGUF,

@@ -51,7 +51,7 @@ def open_huggingface(directory: Path) -> Source:
     path=directory,
     config=config,
     generation=sources.read_json(generation) if generation.is_file() else {},
-    tensors=to_paths(RULES, config["model_type"], tensors),
+    tensors=sources.join(to_paths(RULES, config["model_type"], tensors)),
     tokenizer=lambda: sources.directory_tokenizer(directory),
     tokenizer_files=lambda: sources.tokenizer_files(directory),
     files=files,

@@ -121,6 +121,42 @@ def sha256_of_file(file: Path, on_bytes: Callable[[int], None] = lambda count: N
   return sha256_of(blocks())
 
 
+def join(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+  """The tensors with those that are published in parts, as `path#0`, `path#1`, …, each stacked into one: the rows of
+  the first, then of the second. Raises CheckpointError where a part is missing or unlike the others."""
+  joined: dict[str, Tensor] = {}
+  parts: dict[str, dict[int, Tensor]] = {}
+  for path, tensor in tensors.items():
+    path, mark, number = path.partition("#")
+    if mark:
+      parts.setdefault(path, {})[int(number)] = tensor
+    else:
+      joined[path] = tensor
+  return joined | {path: _stacked(path, found) for path, found in parts.items()}
+
+
+def _stacked(path: str, parts: Mapping[int, Tensor]) -> Tensor:
+  numbers, count = sorted(parts), len(parts)
+  if numbers != list(range(count)):
+    raise CheckpointError(
+      f"not all parts of {path} are there",
+      wanted=f"0 to {numbers[-1]}",
+      got=_some([str(number) for number in numbers]),
+      remedy="the download is incomplete; fetch it again",
+    )
+  tensors = [parts[number] for number in numbers]
+  kinds = {(tensor.shape, tensor.dtype) for tensor in tensors}
+  if len(kinds) > 1:
+    raise CheckpointError(
+      f"the parts of {path} differ from each other",
+      wanted="one shape and one type",
+      got=_some([f"{list(shape)} {dtype}" for shape, dtype in kinds]),
+      remedy="the files are of different models; fetch them again",
+    )
+  shape, dtype = tensors[0].shape, tensors[0].dtype
+  return Tensor((count * shape[0], *shape[1:]), dtype, lambda: np.concatenate([tensor.read() for tensor in tensors]))
+
+
 def check(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Source:
   """The source with exactly the tensors that the config's model has, or a CheckpointError.
 

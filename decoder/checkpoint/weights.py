@@ -7,6 +7,7 @@ from decoder.checkpoint.source import Tensor
 
 KEEP = "keep"
 _TABLES = ("embed/weight", "head/weight")  # at 4 bits, which token it is and comes next suffers most: 8 bits there
+_ROUTER = "/router/weight"  # a few rows, and rounding them would choose other experts: floats
 
 
 def check_weights(weights: str | None) -> None:
@@ -27,7 +28,7 @@ def kind_of(path: str, tensor: Tensor, weights: str | None) -> str | None:
 
   if weights == KEEP or (weights is not None and tensor.kind == weights):
     return tensor.kind
-  if weights is None or not fits(tensor.shape):
+  if weights is None or not fits(tensor.shape) or path.endswith(_ROUTER):
     return None
   return "q8_0" if path in _TABLES and KINDS[weights].bits == 4 else weights
 

@@ -45,15 +45,19 @@ class LlamaConfig:
   def rope(self) -> Rope:
     return rope(self.rope_parameters, self.head_dim, self.max_position_embeddings)
 
+  def mlp(self) -> nn.Module:
+    """A layer's MLP, (normed x_BTD, residual_BTD) -> x_BTD; what families may differ in."""
+    return blocks.GatedMLP(self.intermediate_size, self.hidden_act, self.mlp_bias, name="mlp")
+
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
     """From a config.json. Raises ValueError naming a missing or impossible field."""
     need = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = {}
     for name in need:
-      sizes[name] = _positive(config, name, config.get(name))
+      sizes[name] = positive(config, name, config.get(name))
     heads = sizes["num_attention_heads"]
-    kv_heads = _positive(config, "num_key_value_heads", config.get("num_key_value_heads") or heads)
+    kv_heads = positive(config, "num_key_value_heads", config.get("num_key_value_heads") or heads)
     if heads % kv_heads:
       raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     act = config.get("hidden_act", "silu")
@@ -63,8 +67,8 @@ class LlamaConfig:
     return cls(
       **sizes,
       num_key_value_heads=kv_heads,
-      head_dim=_positive(config, "head_dim", config.get("head_dim") or sizes["hidden_size"] // heads),
-      max_position_embeddings=_positive(config, "max_position_embeddings", config.get("max_position_embeddings", 2048)),
+      head_dim=positive(config, "head_dim", config.get("head_dim") or sizes["hidden_size"] // heads),
+      max_position_embeddings=positive(config, "max_position_embeddings", config.get("max_position_embeddings", 2048)),
       rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
       rope_parameters=rope_parameters(config),
       hidden_act=act,
@@ -117,7 +121,7 @@ class Llama(nn.Module):
 
 
 class Layer(nn.Module):
-  """Pre-norm attention and gated MLP, each added to the residual stream."""
+  """Pre-norm attention and the MLP of the config, each added to the residual stream."""
 
   config: LlamaConfig
   index: int
@@ -135,7 +139,7 @@ class Layer(nn.Module):
       x_BTD, cache = attention(normed, positions_BT, cache, x_BTD)
     with jax.named_scope("mlp"):
       normed = blocks.RMSNorm(c.rms_norm_eps, name="mlp_norm")(x_BTD)
-      return blocks.GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, name="mlp")(normed, x_BTD), cache
+      return c.mlp()(normed, x_BTD), cache
 
 
 def tables(params: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -169,7 +173,8 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
   return tuple(window if layer == "sliding_attention" else None for layer in kinds)
 
 
-def _positive(config: Mapping[str, Any], name: str, value: Any) -> int:
+def positive(config: Mapping[str, Any], name: str, value: Any) -> int:
+  """The value of a config's field that must be an integer above 0. Raises ValueError naming the field."""
   if not isinstance(value, int) or isinstance(value, bool) or value < 1:
     raise ValueError(f"config field {name!r} must be a positive integer, got {value!r}; check config.json")
   return value

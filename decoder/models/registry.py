@@ -11,6 +11,7 @@ from decoder.cache import LayerSpec, allocate
 from decoder.models import bart, llama, t5
 from decoder.models.draft_head import DraftHead
 from decoder.models.llama import Llama, LlamaConfig
+from decoder.models.mixtral import MixtralConfig
 from decoder.models.seq2seq import Seq2Seq
 from decoder.types import Array, Model
 
@@ -18,6 +19,7 @@ ARCHITECTURES = {
   "llama": (LlamaConfig.from_dict, Llama),
   "mistral": (LlamaConfig.from_dict, Llama),
   "qwen2": (LlamaConfig.from_dict, Llama),
+  "mixtral": (MixtralConfig.from_dict, Llama),
   "t5": (t5.recipe, Seq2Seq),
   "mt5": (t5.recipe, Seq2Seq),
   "bart": (bart.bart, Seq2Seq),

@@ -1,7 +1,7 @@
 """Products with a weight, and its rows. Weights keep the published [out, in] order: XLA's CPU backend streams it as
 fast or faster for few rows than [in, out], checkpoints need no transposing, and quantised blocks run along `in`.
 
-x may come as `Normed`, not yet normalised; what reads it applies the norm.
+x may come as `Normed`, not yet normalised; what reads it applies the norm. A weight may come as `Part` of several.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from decoder.ops import quantised
 from decoder.ops.kernels import products
 from decoder.ops.norm import Normed
+from decoder.ops.stacked import Part
 from decoder.types import Array, QTensor
 
 
 def linear(
-  x: Array | Normed, weight_FD: Array | QTensor, bias_F: Array | None = None, residual: Array | None = None
+  x: Array | Normed, weight_FD: Array | QTensor | Part, bias_F: Array | None = None, residual: Array | None = None
 ) -> Array:
   """x [..., D] times weight_FD transposed, plus bias and residual [..., F]: [..., F], in x's type."""
   (out,) = products.products(x, (weight_FD,), residual)
@@ -28,7 +29,7 @@ def linears(x: Array | Normed, weights: Sequence[tuple[Array | QTensor, Array | 
   return [_biased(out, bias) for out, (_, bias) in zip(outs, weights)]
 
 
-def swiglu(x: Array | Normed, gate_FD: Array | QTensor, up_FD: Array | QTensor) -> Array:
+def swiglu(x: Array | Normed, gate_FD: Array | QTensor | Part, up_FD: Array | QTensor | Part) -> Array:
   """silu(x·gateᵀ) · (x·upᵀ): [..., F] (Shazeer 2020, arXiv:2002.05202)."""
   return products.gated(x, gate_FD, up_FD)
 

@@ -47,13 +47,14 @@ class Tiny:
     return config | changes
 
   def names(self, config: dict) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Published name -> (GGUF name, shape), for every tensor that the config calls for."""
+    """Published name -> (GGUF name, shape), for every tensor that the config calls for, but those of experts."""
     heads = {"Q": config["num_attention_heads"], "K": config["num_key_value_heads"]}
     axes = {letter: count * config["head_dim"] for letter, count in heads.items()}
     axes |= {"D": config["hidden_size"], "F": config["intermediate_size"], "V": config["vocab_size"]}
     table = {name: value for name, value in TOP.items() if name != "lm_head" or not config["tie_word_embeddings"]}
+    layer = {name: value for name, value in LAYER.items() if "mlp" not in name or config["model_type"] != "mixtral"}
     for i in range(config["num_hidden_layers"]):
-      table |= {f"model.layers.{i}.{name}": (f"blk.{i}.{ours}", letters) for name, (ours, letters) in LAYER.items()}
+      table |= {f"model.layers.{i}.{name}": (f"blk.{i}.{ours}", letters) for name, (ours, letters) in layer.items()}
     found = {f"{name}.weight": (f"{ours}.weight", letters) for name, (ours, letters) in table.items()}
     if config["model_type"] == "qwen2":
       for name, (ours, letters) in table.items():

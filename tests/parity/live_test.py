@@ -39,6 +39,7 @@ BASE = {
   "rms_norm_eps": 1e-5,
   "tie_word_embeddings": False,
 }
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 LONGROPE = {
   "rope_type": "longrope",
   "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 2.0, 2.5, 3.0],
@@ -91,6 +92,13 @@ CASES = {
   ),
   "llama ignores a window": Case("llama", {}, {"sliding_window": 20}, short=True),
   "mistral's own window": Case("mistral", {"sliding_window": 4096}, {"sliding_window": None}),
+  "experts": Case("mixtral", EXPERTS, generate=True),
+  "experts, window, sharded": Case("mixtral", {**EXPERTS, "sliding_window": 16}, shards=True),
+  "all experts, tied": Case("mixtral", {**EXPERTS, "num_experts_per_tok": 5, "tie_word_embeddings": True}),
+  "experts, fields that are missing": Case(
+    "mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2},
+    {"num_local_experts": None, "num_experts_per_tok": None, "rope_parameters": None, "rms_norm_eps": None},
+  ),
   "theta": Case("llama", rope(rope_type="default", rope_theta=500.0)),
   "linear": Case("llama", rope(rope_type="linear", factor=4.0)),
   "dynamic": Case(
@@ -135,7 +143,7 @@ def lively(model):
       elif weight.ndim == 1:
         weight.copy_(0.5 * noise)
       else:
-        weight.copy_(noise * (0.3 if "embed" in name else 1.6 * weight.shape[1] ** -0.5))
+        weight.copy_(noise * (0.3 if "embed" in name else 1.6 * weight.shape[-1] ** -0.5))
   return model
 
 
@@ -235,7 +243,7 @@ def test_tiny_models(name, tmp_path):
   short, long = prompts()
   references = [theirs(model, short, NEW), theirs(model, long, 0 if case.short else NEW)]
   lm = decoder.load(tmp_path / "model", dtype="float32")
-  if case.kind == "mistral":
+  if case.kind in ("mistral", "mixtral"):
     assert {spec.window for spec in lm.network.cache_spec} == {model.config.sliding_window}
   check(lm, references, TOLERANCE, generate=case.generate)
 

@@ -43,10 +43,11 @@ def ready() -> bool:
   False too while a program is traced for several devices: XLA would gather on each what a call takes.
   """
   with _lock:
-    return jax.default_backend() == "cpu" and not _partitioned() and _registered() is not None
+    return jax.default_backend() == "cpu" and not partitioned() and _registered() is not None
 
 
-def _partitioned() -> bool:
+def partitioned() -> bool:
+  """Whether what is being traced is for several devices, among which XLA divides it."""
   mesh = jax.sharding.get_abstract_mesh()
   automatic = (size for size, kind in zip(mesh.axis_sizes, mesh.axis_types) if kind == jax.sharding.AxisType.Auto)
   return math.prod(automatic) > 1

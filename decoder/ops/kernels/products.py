@@ -2,7 +2,7 @@
 read floats more slowly than memory allows, and quantised weights not at all without writing them out first.
 
 One call does what stands around a layer's products too, since memory idles between two calls: the norm before them,
-and after them the gate or the residual sum.
+and after them the gate or the residual sum. Of stacked weights it reads the `Part` that is asked for where it lies.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax import lax
 from decoder.ops import quantised
 from decoder.ops.kernels import build
 from decoder.ops.norm import Normed
+from decoder.ops.stacked import Part, whole_stripes
 from decoder.types import Array, QTensor
 
 FEW = 16  # rows; above, float weights are no longer what a product waits for, and XLA's blocked dot is better
@@ -39,13 +40,15 @@ def products(x: Array | Normed, weights: tuple, residual: Array | None = None) -
   return _run(x, weights, residual, False)
 
 
-def gated(x: Array | Normed, gate_FD: Array | QTensor, up_FD: Array | QTensor) -> Array:
+def gated(x: Array | Normed, gate_FD: Array | QTensor | Part, up_FD: Array | QTensor | Part) -> Array:
   """silu(x·gateᵀ) · (x·upᵀ): [..., F]."""
   return _run(x, (gate_FD, up_FD), None, True)[0]
 
 
-def dot(x: Array, weight_FD: Array | QTensor) -> Array:
+def dot(x: Array, weight_FD: Array | QTensor | Part) -> Array:
   """One product through XLA."""
+  if isinstance(weight_FD, Part):
+    weight_FD = weight_FD.weight()
   contracted = (((x.ndim - 1,), (1,)), ((), ()))
   if not isinstance(weight_FD, QTensor):
     return lax.dot_general(x, weight_FD.astype(x.dtype), contracted)
@@ -91,7 +94,9 @@ def _run(x: Array | Normed, weights: tuple, residual: Array | None, gate: bool) 
   return _native_or_plain(task, *operands) if native else _plain(task, *operands)
 
 
-def _fits(x: Array, weight: Array | QTensor) -> bool:
+def _fits(x: Array, weight: Array | QTensor | Part) -> bool:
+  if isinstance(weight, Part):
+    return _fits(x, weight.stacked) and (whole_stripes(weight) or not isinstance(weight.stacked, QTensor))
   if x.dtype not in _TYPES or not x.size:
     return False
   if isinstance(weight, QTensor):
@@ -100,7 +105,7 @@ def _fits(x: Array, weight: Array | QTensor) -> bool:
 
 
 def _plain(
-  task: _Task, x: Array, scale_D: Array | None, residual: Array | None, weights: tuple[Array | QTensor, ...]
+  task: _Task, x: Array, scale_D: Array | None, residual: Array | None, weights: tuple[Array | QTensor | Part, ...]
 ) -> tuple[Array, ...]:
   """The same through XLA."""
   read = x if scale_D is None else Normed(x, scale_D, task.epsilon).array()
@@ -122,23 +127,25 @@ def _native_or_plain_jvp(task: _Task, primals: tuple, tangents: tuple) -> tuple[
 
 
 def _native(
-  task: _Task, x: Array, scale_D: Array | None, residual: Array | None, weights: tuple[Array | QTensor, ...]
+  task: _Task, x: Array, scale_D: Array | None, residual: Array | None, weights: tuple[Array | QTensor | Part, ...]
 ) -> tuple[Array, ...]:
   def wide(part: Array | None) -> Array:  # f32: as the sums are
     return jnp.zeros((0,), jnp.float32) if part is None else part.astype(jnp.float32)
 
+  parts = [weight if isinstance(weight, Part) else Part(weight, jnp.int32(0), 1) for weight in weights]
   buffers, kinds = [], []
-  for weight in weights:
+  for weight in (part.stacked for part in parts):
     quantised_one = isinstance(weight, QTensor)
     kinds.append(_KINDS.index(weight.kind if quantised_one else str(weight.dtype)))
     # An operand must be there, if only to be ignored.
     minimums = weight.scales if quantised_one and weight.minimums is None else getattr(weight, "minimums", None)
     buffers += [weight.values, weight.scales, minimums] if quantised_one else [weight]
-  kept = weights[:1] if task.gated else weights
-  shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[0]), jnp.float32) for weight in kept]
+  kept = parts[:1] if task.gated else parts
+  shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], part.shape[0]), jnp.float32) for part in kept]
   call = jax.ffi.ffi_call("decoder_products", shapes, vmap_method="sequential")
   results = call(
-    wide(x), wide(scale_D), wide(residual), *buffers,
-    kinds=np.array(kinds, np.int64), epsilon=np.float32(task.epsilon or 0.0), gated=task.gated,
+    wide(x), wide(scale_D), wide(residual), jnp.stack([part.number for part in parts]), *buffers,
+    kinds=np.array(kinds, np.int64), parts=np.array([part.parts for part in parts], np.int64),
+    epsilon=np.float32(task.epsilon or 0.0), gated=task.gated,
   )  # fmt: skip
   return tuple(result.astype(x.dtype) for result in results)

@@ -150,26 +150,36 @@ void run_plain(const Input& x, int64_t first, int64_t last, const float* residua
   }
 }
 
-// The operands, from their buffers: one for floats, values, scales and minimums for the others.
-ffi::Error gather(ffi::RemainingArgs buffers, ffi::Span<const int64_t> kinds, int64_t D, std::vector<Operand>& found) {
+// Where the `number`-th of `parts` equal stretches of a buffer begins.
+const uint8_t* stretch(const ffi::AnyBuffer& buffer, int64_t number, int64_t parts) {
+  return static_cast<const uint8_t*>(buffer.untyped_data()) + buffer.size_bytes() / parts * number;
+}
+
+// The operands, from their buffers: one for floats, values, scales and minimums for the others. Of a buffer that holds
+// `parts` weights, one after the other, the operand is the one whose number is given.
+ffi::Error gather(ffi::RemainingArgs buffers, ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> parts,
+                  const int32_t* numbers, int64_t D, std::vector<Operand>& found) {
   size_t at = 0;
-  for (const int64_t kind : kinds) {
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    const int64_t kind = kinds[i], of = parts[i], number = numbers[i];
+    if (of < 1 || number < 0 || number >= of) return ffi::Error::InvalidArgument("products: no part of that number");
     const size_t needed = is_float(kind) ? 1 : 3;
     if (at + needed > buffers.size()) return ffi::Error::InvalidArgument("products: weights and kinds disagree");
     const auto values = buffers.get<ffi::AnyBuffer>(at).value();
-    Operand w{kind, 0, D, {0, D, static_cast<const uint8_t*>(values.untyped_data()), nullptr, nullptr}};
+    Operand w{kind, 0, D, {0, D, stretch(values, number, of), nullptr, nullptr}};
     if (is_float(kind)) {
       const auto type = kind == kFloat32 ? ffi::F32 : ffi::BF16;
       if (values.element_type() != type) return ffi::Error::InvalidArgument("products: weights of another type");
-      w.F = values.dimensions().front();
+      w.F = values.dimensions().front() / of;
     } else {
-      w.parts.scales = buffers.get<ffi::AnyBuffer>(at + 1).value().untyped_data();
-      w.parts.minimums = static_cast<const F16*>(buffers.get<ffi::AnyBuffer>(at + 2).value().untyped_data());
+      w.parts.scales = stretch(buffers.get<ffi::AnyBuffer>(at + 1).value(), number, of);
+      w.parts.minimums =
+          reinterpret_cast<const F16*>(stretch(buffers.get<ffi::AnyBuffer>(at + 2).value(), number, of));
       const int64_t bytes = stripe_bytes(kind, D);
-      if (D % kGroup || !bytes || values.size_bytes() % bytes) {
+      if (D % kGroup || !bytes || values.size_bytes() % (bytes * of)) {
         return ffi::Error::InvalidArgument("products: inputs must divide by 32 and weights be striped");
       }
-      w.F = values.size_bytes() / bytes * kStripe;  // stripes may be padded: the result says how many there are
+      w.F = values.size_bytes() / bytes / of * kStripe;  // stripes may be padded: the result says how many there are
     }
     found.push_back(w);
     at += needed;
@@ -178,11 +188,15 @@ ffi::Error gather(ffi::RemainingArgs buffers, ffi::Span<const int64_t> kinds, in
 }
 
 ffi::Error Products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm,
-                    ffi::Buffer<ffi::F32> residual, ffi::RemainingArgs buffers, ffi::RemainingRets outs,
-                    ffi::Span<const int64_t> kinds, float epsilon, bool gated) {
+                    ffi::Buffer<ffi::F32> residual, ffi::Buffer<ffi::S32> numbers, ffi::RemainingArgs buffers,
+                    ffi::RemainingRets outs, ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> parts,
+                    float epsilon, bool gated) {
   const int64_t D = x.dimensions().back(), rows = x.element_count() / std::max<int64_t>(1, D);
   std::vector<Operand> operands;
-  const ffi::Error error = gather(buffers, kinds, D, operands);
+  if (parts.size() != kinds.size() || numbers.element_count() != kinds.size()) {
+    return ffi::Error::InvalidArgument("products: kinds, parts and their numbers disagree");
+  }
+  const ffi::Error error = gather(buffers, kinds, parts, numbers.typed_data(), D, operands);
   if (error.failure()) return error;
   if (outs.size() != (gated ? 1 : operands.size())) return ffi::Error::InvalidArgument("products: results missing");
   bool quantised = false;
@@ -213,7 +227,8 @@ ffi::Error Products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     DecoderProducts, Products,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::F32>>().RemainingArgs().RemainingRets().Attr<ffi::Span<const int64_t>>("kinds")
+        .Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().RemainingRets()
+        .Attr<ffi::Span<const int64_t>>("kinds").Attr<ffi::Span<const int64_t>>("parts")
         .Attr<float>("epsilon").Attr<bool>("gated"));
 
 }  // namespace decoder

@@ -331,6 +331,7 @@ def test_benchmark_refuses_a_mistake_before_loading(flags, says):
   assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_head_is_distilled_and_guesses(tiny, home, tmp_path):
   (tmp_path / "seeds.json").write_text(json.dumps({"templates": ["a {topic}"], "topics": ["b", "c"]}))
   flags = ["--model", str(tiny), "--seeds", str(tmp_path / "seeds.json"), "--out", str(tmp_path / "run")]

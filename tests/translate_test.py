@@ -79,6 +79,7 @@ def several(tmp_path_factory):
   return str(marian_directory(tmp_path_factory.mktemp("marian"), published.marian()))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_writes_the_same(model, texts, home, translated, tmp_path):
   out, progress = tmp_path / "out.txt", tmp_path / "out.txt.progress"
   flags = ["--model", model, *SHORT, "--input", texts, "--output", str(out), "--batch_tokens", "160"]
@@ -116,6 +117,7 @@ def test_a_killed_run_goes_on_and_writes_the_same(model, texts, home, translated
   assert out.read_text("utf-8") == whole
 
 
+@pytest.mark.slow
 def test_a_reference_gives_bleu_and_chrf(model, texts, home, translated, tmp_path):
   pytest.importorskip("sacrebleu")
   (tmp_path / "same.txt").write_text(translated, "utf-8")

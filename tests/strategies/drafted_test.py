@@ -102,6 +102,7 @@ def head_of_tables():
 
 
 @pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=SLOW) for name in ("top_k", "top_p"))])
+@pytest.mark.slow
 def test_chi_square_after_a_head(name):
   """A head that follows the model's features, over fewer tokens than the model has."""
   assert pvalue(joint(laws(1), head_of_tables(), CHAINS[name]), expected(name, 1)) > 1e-4
@@ -210,7 +211,7 @@ def test_greedy_text_is_plain_decodings(kind, size):
     np.testing.assert_array_equal(done.settings.accepted, done.settings.drafted)
 
 
-@pytest.mark.parametrize("kind", ["head", "another"])
+@pytest.mark.parametrize("kind", ["head", pytest.param("another", marks=pytest.mark.slow)])
 def test_a_companion_remembers_the_text_and_nothing_it_guessed(kind):
   """After any number of refused guesses: what it would say next is what it says having read the text at once."""
   link = chain(temperature(1.0))

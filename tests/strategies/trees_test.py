@@ -82,6 +82,7 @@ def test_the_text_is_plain_decodings_seeds_included(kind, tree, name):
     assert int(done.settings.steps.max()) <= -(-max(L - len(r) - 1 for r, L in zip(ROWS, LIMITS)) // (len(widths) + 1))
 
 
+@pytest.mark.slow
 def test_more_guesses_for_a_token_are_kept_more_often():
   shares = {}
   for widths in ((1, 1, 1), (3, 3, 3)):
@@ -101,7 +102,7 @@ def test_a_tree_whose_nodes_see_each_other_is_found_out(monkeypatch):
   assert not np.array_equal(done.context_BL, plain(LINKS["greedy"]).context_BL)
 
 
-@pytest.mark.parametrize("kind", ["head", "another"])
+@pytest.mark.parametrize("kind", ["head", pytest.param("another", marks=pytest.mark.slow)])
 def test_a_companion_remembers_what_was_kept_and_no_more(kind):
   """What it would say next is what it says having read the text at once, once it has read what was kept last."""
   done, companion, both = spoken(kind, LINKS["sampled"], (3, 2, 2), steps=3)
@@ -120,9 +121,8 @@ def test_a_companion_remembers_what_was_kept_and_no_more(kind):
   assert not np.allclose(behind, want, rtol=1e-3, atol=1e-3), "negative control: not yet read"
 
 
-@pytest.mark.parametrize(
-  "name", ["plain", pytest.param("top_k", marks=pytest.mark.slow), pytest.param("top_p", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "top_k", "top_p"])
 def test_chi_square_of_three_tokens_jointly(name):
   """2·10⁵ draws at V = 8, guesses by another law."""
   link, widths = CHAINS[name], (3, 2)

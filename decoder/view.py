@@ -21,7 +21,7 @@ _STYLE = """
 .decoder-view .note { font: 13px/1.4 system-ui, sans-serif; color: #777; margin: .4em 0; white-space: normal; }
 .decoder-view .t { position: relative; unicode-bidi: isolate; border-radius: 3px; outline: 1px solid rgba(128,128,128,.2); cursor: help; }
 .decoder-view .mark { color: #888; font-size: .8em; }
-.decoder-view .prompt { opacity: .75; }
+.decoder-view .prompt > .t { color: color-mix(in srgb, currentcolor 70%, transparent); }
 .decoder-view .card { display: none; position: absolute; left: 0; top: 1.7em; z-index: 9; padding: .5em .7em; background: #fff;
   color: #111; border: 1px solid #aaa; border-radius: 5px; font-size: 13px; line-height: 1.4; white-space: pre; }
 .decoder-view .t:hover > .card, .decoder-view .t:focus > .card { display: block; }

@@ -145,6 +145,6 @@ def test_it_runs_top_to_bottom_and_shows_what_it_promises(monkeypatch, tmp_path)
   assert missing(book) == []
   assert "Once upon a time, a small robot" in str(book.metadata.widgets)  # what the sliders wrote, below them
   warned = [o.text for cell in book.cells for o in cell.get("outputs", ()) if o.get("name") == "stderr"]
-  assert warned == []
+  assert [text for text in warned if not text.startswith("fetching smollm2-135m-instruct")] == []  # said the first time
   assert list(tmp_path.iterdir()) == []  # it leaves nothing behind where it runs
   assert seconds <= SECONDS

@@ -22,7 +22,7 @@ class Apart:
   leaves over its prompt's tokens but the first; None where nothing was asked."""
 
   def __init__(self, programs: Programs, requests: Sequence[Request]):
-    self._programs = programs
+    self._programs, self.placement = programs, programs.placement
     homes = [_home(request) for request in requests]
     self._order = list(dict.fromkeys(homes))
     self._homes = [self._order.index(home) for home in homes]

@@ -15,12 +15,13 @@ from decoder.result import Explanation, Result, TokenLogprob
 
 _FAINTEST = math.log(1000)  # a token of probability 1/1000 has the deepest colour
 _VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
+_ROOM = "padding: 0 16em 12em 0"  # for the cards of the last tokens: a notebook cuts off what its output does not hold
 _STYLE = """
 .decoder-view { font: 15px/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .decoder-view .note { font: 13px/1.4 system-ui, sans-serif; color: #777; margin: .4em 0; white-space: normal; }
 .decoder-view .t { position: relative; unicode-bidi: isolate; border-radius: 3px; outline: 1px solid rgba(128,128,128,.2); cursor: help; }
 .decoder-view .mark { color: #888; font-size: .8em; }
-.decoder-view .prompt { opacity: .75; }
+.decoder-view .prompt > .t { color: color-mix(in srgb, currentcolor 70%, transparent); }
 .decoder-view .card { display: none; position: absolute; left: 0; top: 1.7em; z-index: 9; padding: .5em .7em; background: #fff;
   color: #111; border: 1px solid #aaa; border-radius: 5px; font-size: 13px; line-height: 1.4; white-space: pre; }
 .decoder-view .t:hover > .card, .decoder-view .t:focus > .card { display: block; }
@@ -42,13 +43,14 @@ class View:
     return "\n".join(parts)
 
   def _repr_html_(self) -> str:
-    return f"<style>{_STYLE}</style>" + "".join(_html(result) for result in self._results)
+    views = "".join(_html(result) for result in self._results)
+    return f'<style>{_STYLE}</style><div style="{_ROOM}">{views}</div>'
 
   def page(self) -> str:
     """A whole HTML document."""
     return (
       '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Tokens by probability</title></head>'
-      f'<body style="margin: 2em; padding-bottom: 20em">{self._repr_html_()}</body></html>\n'
+      f'<body style="margin: 2em; padding-bottom: 8em">{self._repr_html_()}</body></html>\n'
     )
 
 

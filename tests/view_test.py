@@ -84,6 +84,12 @@ def test_colours_follow_probability():
   assert "0.00 %" in page, "an impossible alternative"
 
 
+def test_cards_are_drawn_whole():
+  html = show(result_of([b"a"] * 2))._repr_html_()
+  assert "opacity" not in html, "it would make a layer of the prompt, and later tokens would be drawn over its cards"
+  assert re.search(r'<div style="padding: 0 \d+em \d+em 0"><div class="decoder-view"', html), "room beside the last"
+
+
 @pytest.fixture(scope="module")
 def told():
   lm = facade(*rand_lm(), Letters.build())

@@ -23,6 +23,7 @@ from decoder.models import registry
 from decoder.sharding import AXES, PARAMETERS, STATE
 
 _CACHE = "cache/layers/"
+_TABLES = r"(embed|head)/weight(/values)?$"
 _BLOCK = 256  # slots that attention reads at once; less than one for each device of `sequence` makes no sense
 
 
@@ -80,12 +81,15 @@ class Plan(NamedTuple):
 
 class _Weights(NamedTuple):
   """Of one device. held: bytes; read: (bytes, whether of an expert) that a step reads; products: likewise, of weights
-  that a token is multiplied by; sums: how many values of a token each sum over devices has."""
+  that a token is multiplied by; sums: how many values of a token each sum over devices has. vocabulary: tokens whose
+  logits it computes. copied: bytes of a table in another order."""
 
   held: int
   read: dict[bool, float]
   products: dict[bool, float]
   sums: tuple[int, ...]
+  vocabulary: int
+  copied: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,14 +150,16 @@ class Planner:
 
   def need(self, case: Case) -> Need:
     """Bytes of one device while a decode loop runs."""
+    of, tiled = _weights(self, case.weights, case.sizes), self.topology.device.tiled
     cache = rest = 0
+    copied = of.copied if tiled else 0
     for path, shape, dtype, count in self._state(case):
       held = count * self._held(shape, dtype)
       cache, rest = (cache + held, rest) if path.startswith(_CACHE) else (cache, rest + held)
-    weights = _weights(self, case.weights, case.sizes).held
-    rows = case.batch // self._size(case, "data")
-    temporaries = tiles.temporaries(rows, self.network.vocab_size)
-    return Need(weights, cache, rest, temporaries, tiles.code(len(self.network.cache_spec)))
+      copied += count * tiles.turned(shape, dtype) if tiled and path.startswith(_CACHE) else 0
+    logits = case.batch // self._size(case, "data") * of.vocabulary * 4
+    temporaries = copied + tiles.drawing(logits, self.topology.device.fast)
+    return Need(of.held, cache, rest, temporaries, tiles.code(len(self.network.cache_spec)))
 
   def speed(self, case: Case) -> Speed:
     """The least time of a step whose rows hold all tokens of their context."""
@@ -249,7 +255,9 @@ def _weights(planner: Planner, weights: str, sizes: tuple[tuple[str, int], ...])
     if re.search(r"(/o|down)/weight(/values)?$", path):
       sums.append(planner.config.get("hidden_size") or planner.config.get("d_model") or shape[0])
   held = sum(planner._held(shape, dtype) for _, shape, dtype in parts)
-  return _Weights(held, read, products, tuple(sums))
+  tables = {path.partition("/")[0]: (shape, dtype) for path, shape, dtype in parts if re.match(_TABLES, path)}
+  vocabulary = tables.get("head", tables["embed"])[0][0]
+  return _Weights(held, read, products, tuple(sums), vocabulary, tiles.turned(*tables["embed"]))
 
 
 def factorisations(number: int, names: tuple[str, ...]) -> Iterator[dict[str, int]]:

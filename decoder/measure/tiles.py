@@ -34,10 +34,22 @@ def padded(shape: tuple[int, ...], dtype: Any) -> int:
   return max(_SMALLEST, lead * least * bits // 8)
 
 
-def temporaries(rows: int, vocabulary: int) -> int:
-  """Bytes beside arguments and results that a decode loop needs on a TPU, for so many rows and, of their float32
-  logits, so many tokens on one device."""
-  return rows * vocabulary * 4
+def turned(shape: tuple[int, ...], dtype: Any) -> int:
+  """Bytes of a copy by rows, for an array that lies by columns since that leaves less padding; 0 for one that lies by
+  rows. A decode loop makes such copies of what it reads or writes a row at a time: the cache, where heads are no
+  multiple of 128, and the table of embeddings."""
+  if len(shape) < 2:
+    return 0
+  rows = max(
+    _SMALLEST, math.prod(shape[:-2]) * _rows(shape[-2], _bits(dtype)) * _up(shape[-1], _LANES) * _bits(dtype) // 8
+  )
+  return rows if rows > padded(shape, dtype) else 0
+
+
+def drawing(logits: int, fast: int) -> int:
+  """Bytes that the draw needs beside its logits, which are so many bytes on a device: some nine arrays as large, of
+  which what goes into the fast memory beside the device's own is not counted."""
+  return max(round(1.3 * logits), round(8.9 * logits - 0.9 * fast))
 
 
 def code(layers: int) -> int:

@@ -20,7 +20,8 @@ class Device(NamedTuple):
 
   memory: bytes that programs may use, code and arguments included. bandwidth: of its memory, bytes a second. flops:
   bfloat16, a second. link: bytes a second that it sends over all its links. hop: seconds that a message takes at least
-  to a neighbour. source: where the figures are from.
+  to a neighbour. source: where the figures are from. fast: bytes of memory near the arithmetic, where a program's own
+  arrays may lie; 0 where they do not.
   """
 
   name: str
@@ -30,6 +31,7 @@ class Device(NamedTuple):
   link: float
   hop: float
   source: str
+  fast: int = 0
 
   @property
   def tiled(self) -> bool:
@@ -56,15 +58,16 @@ class Topology(NamedTuple):
 # Bytes that programs may use: what libtpu 0.0.52 calls the available HBM when a program does not fit. Bandwidth, flops
 # and links: Google's pages of each chip, where "bidirectional ICI bandwidth" counts sending and receiving (v4: six
 # links of 50 GB/s each way, arXiv:2304.01433). A hop takes 1 µs: https://jax-ml.github.io/scaling-book.
+# Fast memory: VMEM, and CMEM of v4, of all cores of a device, from the table in jax/_src/pallas/mosaic/tpu_info.py.
 _HOP = 1e-6
 _PAGES = "https://docs.cloud.google.com/tpu/docs/"
 TPUS = {
-  "v4": Device("v4", int(30.75 * _GIB), 1200 * _GB, 275 * _TERA, 300 * _GB, _HOP, _PAGES + "v4"),
-  "v5e": Device("v5e", int(15.75 * _GIB), 819 * _GB, 197 * _TERA, 200 * _GB, _HOP, _PAGES + "v5e"),
-  "v5p": Device("v5p", int(95.73 * _GIB), 2765 * _GB, 459 * _TERA, 600 * _GB, _HOP, _PAGES + "v5p"),
-  "v6e": Device("v6e", int(31.24 * _GIB), 1638 * _GB, 918 * _TERA, 400 * _GB, _HOP, _PAGES + "v6e"),
+  "v4": Device("v4", int(30.75 * _GIB), 1200 * _GB, 275 * _TERA, 300 * _GB, _HOP, _PAGES + "v4", 150 << 20),
+  "v5e": Device("v5e", int(15.75 * _GIB), 819 * _GB, 197 * _TERA, 200 * _GB, _HOP, _PAGES + "v5e", 128 << 20),
+  "v5p": Device("v5p", int(95.73 * _GIB), 2765 * _GB, 459 * _TERA, 600 * _GB, _HOP, _PAGES + "v5p", 128 << 20),
+  "v6e": Device("v6e", int(31.24 * _GIB), 1638 * _GB, 918 * _TERA, 400 * _GB, _HOP, _PAGES + "v6e", 128 << 20),
   # half a chip: 7,380 GB/s, 2,307 TFLOP/s and 1,200 GB/s of links are a chip's
-  "tpu7x": Device("tpu7x", int(94.74 * _GIB), 3690 * _GB, 1153.5 * _TERA, 300 * _GB, _HOP, _PAGES + "tpu7x"),
+  "tpu7x": Device("tpu7x", int(94.74 * _GIB), 3690 * _GB, 1153.5 * _TERA, 300 * _GB, _HOP, _PAGES + "tpu7x", 64 << 20),
 }
 # SXM modules, dense arithmetic: NVIDIA's data sheets give twice as much "with sparsity". Half a gigabyte is the
 # driver's. NVLink's published figure counts both ways.

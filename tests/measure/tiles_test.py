@@ -38,3 +38,16 @@ def test_a_key_is_two_words_a_row():
   key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
   assert tiles.plain(key.shape, key.dtype) == 64
   assert tiles.padded(key.shape, key.dtype) == tiles.padded((8, 2), jnp.uint32)
+
+
+def test_only_what_lies_by_columns_is_copied():
+  """Of SmolLM2's 64 rows of 512 tokens libtpu copied each buffer of the cache and the table, of Llama's nothing."""
+  assert tiles.turned((64, 3, 512, 64), jnp.uint16) == 64 * 3 * 512 * 128 * 2
+  assert tiles.turned((49152, 576), jnp.bfloat16) == 49152 * 640 * 2
+  assert tiles.turned((128, 8, 512, 128), jnp.uint16) == tiles.turned((128256, 4096), jnp.bfloat16) == 0
+
+
+def test_few_logits_are_drawn_from_in_fast_memory():
+  fast = 128 << 20
+  assert tiles.drawing(4 << 20, fast) < 8 << 20
+  assert tiles.drawing(64 << 20, fast) > 400 << 20

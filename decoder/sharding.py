@@ -222,27 +222,40 @@ def parse(text: str, devices: int) -> dict[str, int]:
 def mesh_for(
   sizes: Mapping[str, int], spec: Sequence[LayerSpec], heads: Sequence[int], devices: Sequence[Any] | None = None
 ) -> Mesh:
-  """A mesh for a model whose cache is `spec` and whose layers have so many query heads.
+  """A mesh for a model whose cache is `spec` and whose layers have so many query heads, see `sizes_for`."""
+  devices = list(jax.devices() if devices is None else devices)
+  return mesh_of(sizes_for(sizes, spec, heads, len(devices)), devices)
+
+
+def mesh_of(whole: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
+  """A mesh of these devices by the sizes of all AXES, from `sizes_for`."""
+  sizes = tuple(whole[axis] for axis in AXES)
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=list(devices))
+
+
+def sizes_for(
+  sizes: Mapping[str, int], spec: Sequence[LayerSpec], heads: Sequence[int], devices: int
+) -> dict[str, int]:
+  """The sizes of all AXES.
 
   Where `tensor` is more than divides the key/value heads, what is left divides the queries of each (axis `group`), and
   keys and values are held by each device of a group. ValueError where the query heads do not divide: the model would
   be held whole by every device, and be no faster.
   """
-  devices = list(jax.devices() if devices is None else devices)
   whole = {axis: sizes.get(axis, 1) for axis in AXES}
   tensor = whole["tensor"]
   whole["tensor"] = math.gcd(tensor, *(layer.kv_heads for layer in spec))
   whole["group"] = tensor // whole["tensor"]
   for count in set(heads):
     if count % tensor:
-      fitting = [n for n in range(1, count + 1) if count % n == 0 and n <= len(devices)]
+      fitting = [n for n in range(1, count + 1) if count % n == 0 and n <= devices]
       raise ValueError(
         f"tensor={tensor} does not divide {count} heads; use one of {', '.join(map(str, fitting))}, and data for the "
         "other devices"
       )
-  if math.prod(whole.values()) != len(devices):
-    raise ValueError(f"a mesh of {dict(sizes)} needs {math.prod(whole.values())} devices, got {len(devices)}")
-  return jax.make_mesh(tuple(whole.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  if math.prod(whole.values()) != devices:
+    raise ValueError(f"a mesh of {dict(sizes)} needs {math.prod(whole.values())} devices, got {devices}")
+  return whole
 
 
 def query_heads(shapes: Mapping[str, Any], spec: Sequence[LayerSpec]) -> list[int]:

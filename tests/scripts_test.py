@@ -347,3 +347,40 @@ def test_a_head_is_distilled_and_guesses(tiny, home, tmp_path):
   assert plain.stdout == ahead.stdout
   assert "tokens a step" in ahead.stderr
   assert "without" in ahead.stderr
+
+
+def test_a_plan_says_whether_it_fits_and_what_would(tmp_path):
+  flags = ["--topology", "v5e-1", "--context", "512", "--model", "smollm2-135m-instruct"]
+  done = run("plan.py", *flags, "--plot", str(tmp_path / "memory.png"))
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[3].startswith("fits: ")
+  assert "could: up to" in done.stdout
+  assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+  tight = run("plan.py", *flags, "--batch", "4096", "--json")
+  assert tight.returncode == 1, tight.stderr
+  told = json.loads(tight.stdout)
+  assert told["fits"] is False
+  assert any(one.startswith("use a batch of") for one in told["advice"])
+  assert told["plans"][0]["bytes"]["total"] > told["device"]["memory"]
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (["--topology", "v5e-9"], "the nearest are v5e-4 or v5e-8"),
+    (["--model", "llama3-8b"], "did you mean llama-3-8b"),
+    (["--weights", "q9"], "unknown weights 'q9'"),
+    (["--cache", "int3"], "unknown cache 'int3'"),
+    (["--mesh", "tensor=2"], "must multiply to that"),
+    (["--mesh", "tensor=8"], "does not divide 9 heads"),
+    (["--batch", "0"], "--batch wants"),
+    (["--context", "0"], "--context wants"),
+    (["--plot", "no/such/folder/x.png"], "does not exist"),
+    (["--topology", "h200", "--compile"], "only TPUs can be compiled for"),
+  ],
+)
+def test_a_plan_refuses_what_makes_no_sense(flags, says):
+  done = run("plan.py", "--model", "smollm2-135m-instruct", "--topology", "v5e-8", "--batch", "8", *flags)
+  assert done.returncode == 2
+  assert "Traceback" not in done.stderr
+  assert says in done.stderr

@@ -5,49 +5,31 @@ JAX on the CPU and libtpu away from chips and metadata servers.
 """
 
 import contextlib
-import os
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.experimental import topologies
 
 from decoder.cache import Contiguous, Raw, allocate
+from decoder.measure import compiling, known, shapes, topologies
 from decoder.models import registry
 from decoder.ops import quantised
 from decoder.sampling import chain, min_new_tokens, min_p, repetition, request_key, temperature, top_k, top_p
 from decoder.strategies import Plan, Rules, autoregressive, beam, init, run
 from decoder.types import Model, QTensor, Strategy
 
-ENVIRONMENT = {
-  "XLA_FLAGS": "",  # those of the tests are for CPU
-  "JAX_PLATFORMS": "cpu",
-  "TPU_SKIP_MDS_QUERY": "1",
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # who only compiles need not be alone
-}
-LLAMA_3_8B = {
-  "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-  "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
-  "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-}  # fmt: skip
+LLAMA_3_8B = known.config("llama-3-8b")
 EXPERTS = {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 ROWS, SLOTS = 8, 2048
 PLAN = Plan(4, chain(repetition(1.2)), chain(min_new_tokens(2)))
 
 
 class Compiled(NamedTuple):
-  """Sizes in bytes, as the compiler plans them for one chip, and the optimised HLO. cache: bytes of the whole cache."""
+  """cache: bytes of the whole cache. plan: what the compiler plans."""
 
   cache: int
-  arguments: int
-  outputs: int
-  aliased: int
-  temporaries: int
-  code: int
-  text: str
+  plan: compiling.Compiled
 
 
 class Program(NamedTuple):
@@ -73,14 +55,8 @@ class TwoAxes(Contiguous):
 @contextlib.contextmanager
 def compiler():
   """A function Program -> Compiled, in a process whose environment is made for it."""
-  before = {name: os.environ.get(name) for name in ENVIRONMENT}
-  os.environ.update(ENVIRONMENT)
-  try:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-      yield lambda program: pool.submit(ask, program).result()
-  finally:
-    for name, value in before.items():
-      os.environ.pop(name) if value is None else os.environ.update({name: value})
+  with compiling.process() as call:
+    yield lambda program: call(ask, program)
 
 
 def ask(program: Program) -> Compiled:
@@ -97,32 +73,19 @@ def ask(program: Program) -> Compiled:
     state = jax.eval_shape(_spread, state)
   elif program.variant == "reordered":
     strategy = _reordered(strategy)
-  chip = topologies.get_topology_desc(program.topology, platform="tpu").devices[0]
-  place = jax.sharding.SingleDeviceSharding(chip)
-  arguments = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    (params, state, jax.ShapeDtypeStruct((), jnp.int32)),
-  )
+  chip = compiling.devices(topologies.find(program.topology))[0]
+  arguments = compiling.on(chip, (params, state, jax.ShapeDtypeStruct((), jnp.int32)))
   donated = () if program.variant == "undonated" else 1
   loop = jax.jit(lambda params, state, limit: run(strategy, params, state, limit, 64), donate_argnums=donated)
-  compiled = loop.lower(*arguments).compile()
-  plan = compiled.memory_analysis()
-  return Compiled(
-    sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache.layers)),
-    plan.argument_size_in_bytes, plan.output_size_in_bytes, plan.alias_size_in_bytes, plan.temp_size_in_bytes,
-    plan.generated_code_size_in_bytes, compiled.as_text(),
-  )  # fmt: skip
+  cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache.layers))
+  return Compiled(cache, compiling.compiled(loop.lower(*arguments)))
 
 
 def _stored(shape: tuple[int, ...], kind: str):
-  """A parameter's shape and type, as a checkpoint of this kind holds it."""
+  """A parameter's shape and type, the tables in this kind too."""
   if kind not in quantised.KINDS or not quantised.fits(shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-  of = quantised.KINDS[kind]
-  values = jax.ShapeDtypeStruct(shape, jnp.int8 if of.bits == 8 else jnp.uint4)
-  groups = (shape[0], shape[1] // quantised.GROUP) if of.grouped else shape[:1]
-  scales = jax.ShapeDtypeStruct(groups, jnp.float16 if of.grouped else jnp.float32)
-  return QTensor(values, scales, scales if of.minimum else None, kind, shape, False)
+  return shapes.stored(shape, kind)
 
 
 def _begin(spec, link, layout):

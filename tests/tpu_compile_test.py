@@ -71,12 +71,12 @@ def largest(shape: str) -> float:
   return max(sizes, default=0)
 
 
-def faults(program: Program, plan: tpu.Compiled) -> set[str]:
+def faults(program: Program, compiled: tpu.Compiled) -> set[str]:
   """What is wrong with a compiled decode loop."""
-  needed = plan.arguments + plan.outputs - plan.aliased + plan.temporaries + plan.code
+  plan, needed = compiled.plan, compiled.plan.needed
   wrong = {
     "memory": needed > MEMORY[program.topology.split(":")[0]],
-    "cache not aliased": plan.aliased < plan.cache,
+    "cache not aliased": plan.aliased < compiled.cache,
     "temporaries": plan.temporaries > MOST,
     "written": written(plan.text),
   }

@@ -24,11 +24,16 @@ def check_weights(weights: str | None) -> None:
 
 def kind_of(path: str, tensor: Tensor, weights: str | None) -> str | None:
   """The kind in which the tensor of this path is held, or None for floats."""
-  from decoder.ops.quantised import KINDS, fits
-
   if weights == KEEP or (weights is not None and tensor.kind == weights):
     return tensor.kind
-  if weights is None or not fits(tensor.shape) or path.endswith(_ROUTER):
+  return None if weights is None else rounded_kind(path, tensor.shape, weights)
+
+
+def rounded_kind(path: str, shape: tuple[int, ...], weights: str) -> str | None:
+  """The kind to which floats of this path and shape are rounded where `weights` is asked for; None: they stay."""
+  from decoder.ops.quantised import KINDS, fits
+
+  if not fits(shape) or path.endswith(_ROUTER):
     return None
   return "q8_0" if path in _TABLES and KINDS[weights].bits == 4 else weights
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decoder.measure import breakdown, machine
+from decoder.measure.plan import Plan, Planner
 
 _COLOURS = (
   "#0072b2",
@@ -72,6 +73,35 @@ def draw_training(log: Sequence[Point], file: Path) -> None:
   for one in (axes, *others):
     one.legend(frameon=False)
     one.grid(alpha=0.3)
+  figure.savefig(file, dpi=_DPI)
+
+
+def draw_memory(name: str, planner: Planner, plan: Plan, file: Path) -> None:
+  """What a device holds against the tokens of each row, for the mesh and batch of a plan, beside what it has."""
+  check()
+  from matplotlib.figure import Figure
+
+  longest = max(planner.network.context, plan.case.context)
+  contexts = sorted({*(longest * share // 16 for share in range(1, 17)), plan.case.context})
+  needs = [planner.need(plan.case._replace(context=max(context, 1))) for context in contexts]
+  figure = Figure(_SIZE, layout="constrained")
+  axes = figure.subplots()
+  parts = {
+    "weights": [need.weights / 1e9 for need in needs],
+    "cache": [need.cache / 1e9 for need in needs],
+    "all else": [(need.total - need.weights - need.cache) / 1e9 for need in needs],
+  }
+  axes.stackplot(contexts, *parts.values(), labels=parts, colors=[_COLOURS[5], _COLOURS[4], _COLOURS[3]], alpha=0.8)
+  axes.axhline(planner.topology.device.memory / 1e9, color="black", linestyle="--", label="a device's memory")
+  axes.axvline(plan.case.context, color="dimgrey", linestyle=":", label="asked for")
+  axes.set(xlabel="tokens of each row", ylabel="GB a device", xlim=(contexts[0], contexts[-1]), ylim=(0, None))
+  axes.set_title(
+    f"{name} on {planner.topology.name}, {plan.mesh}: {_rows(plan.case.batch)}, weights {plan.case.weights}, cache "
+    f"{plan.case.cache}", fontsize=10, fontweight="bold",
+  )  # fmt: skip
+  axes.grid(alpha=0.3)
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(frameon=False, fontsize=8, loc="lower right")
   figure.savefig(file, dpi=_DPI)
 
 

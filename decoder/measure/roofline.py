@@ -54,7 +54,7 @@ def cache_bytes(spec: Sequence[LayerSpec], codec: Codec, held: float) -> float:
 
 def read_speed(mib: int = 256, rounds: int = 15) -> float:
   """Bytes a second at which all cores together, or the accelerator, read memory; best of the rounds."""
-  return device_speed(mib, rounds) if jax.default_backend() != "cpu" else _host_speed(mib, rounds)
+  return device_speed(mib, rounds) if jax.default_backend() != "cpu" else host_speed(mib, rounds)
 
 
 def device_speed(mib: int, rounds: int) -> float:
@@ -65,11 +65,18 @@ def device_speed(mib: int, rounds: int) -> float:
   return values.nbytes / min(_seconds(lambda: largest(values).block_until_ready()) for _ in range(rounds))
 
 
-def _host_speed(mib: int, rounds: int) -> float:
+def host_speed(mib: int, rounds: int) -> float:
+  """The same through numpy, on all cores."""
   parts = np.array_split(np.ones(mib << 18, np.float32), cores())
   with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
     best = min(_seconds(lambda: list(pool.map(np.max, parts))) for _ in range(rounds))
   return sum(part.nbytes for part in parts) / best
+
+
+def host_flops(size: int = 512, rounds: int = 5) -> float:
+  """Float32 operations a second of numpy's matrix product, on all cores; best of the rounds."""
+  values = np.ones((size, size), np.float32)
+  return 2 * size**3 / min(_seconds(lambda: values @ values) for _ in range(rounds))
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -49,9 +49,19 @@ def _few_programs():
   process 65,530, and XLA dies without a word where it gets no more."""
   yield
   maps = Path("/proc/self/maps")
-  if next(_TESTS) % 4 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
-    jax.clear_caches()
-    gc.collect()
+  if next(_TESTS) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+    _forget_programs()
+
+
+def _forget_programs():
+  """JAX's, and those of models that are kept for several tests, which compile again what they need."""
+  from decoder.programs import Programs
+
+  for kept in gc.get_objects():
+    if issubclass(type(kept), Programs):
+      kept._compiled.clear()
+  jax.clear_caches()
+  gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -244,7 +244,7 @@ def silent(signs: Iterable[tuple[str, str]], seen: dict[str, tuple[str, int]]) -
   seen: what the last look saw, and for how many looks; changed. Looks are counted, since the clock goes on while a
   machine sleeps."""
   for key, sign in signs:
-    last, looks = seen.get(key, (sign, 0))
+    last, looks = seen.get(key, ("", 0))
     seen[key] = (sign, looks + 1 if sign == last else 0)
   dead = [key.rsplit("/", 1)[1] for key, (_, looks) in seen.items() if looks > _MISSED]
   return [f"process {number} has died: no sign of life for {_MISSED * _BEAT:.0f} s" for number in dead]

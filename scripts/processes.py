@@ -29,7 +29,7 @@ def joined() -> Iterator[Any]:
   alone = FLAGS.mesh is None and given == (None, None, None)
   lead = processes.lead() if alone else processes.join(*given)
   try:
-    with lead, _quiet(lead.first):
+    with lead, _quiet(lead):
       lead.same(lambda: {**_flags(), **processes.facts()})
       yield lead
   except processes.Lost as error:
@@ -40,12 +40,16 @@ def joined() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _quiet(first: bool) -> Iterator[None]:
-  with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.ExitStack() as stack:
-    if not first:
-      stack.enter_context(contextlib.redirect_stdout(nowhere))
-      stack.enter_context(contextlib.redirect_stderr(nowhere))
+def _quiet(lead: Any) -> Iterator[None]:
+  """Where there are several processes, keeps what others than the first print, and what libraries write to stdout."""
+  if lead.count == 1:
     yield
+    return
+  with open(os.dup(1), "w", encoding="utf-8") as out, open(os.devnull, "w", encoding="utf-8") as nowhere:
+    os.dup2(2, 1)  # Gloo, in C++, says there whom it has met
+    texts, notes = (out, sys.stderr) if lead.first else (nowhere, nowhere)
+    with contextlib.redirect_stdout(texts), contextlib.redirect_stderr(notes):
+      yield
 
 
 def _flags() -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Together(Alone):
     round_, self._compared = self._compared, self._compared + 1
     here = f"{_ROOT}/same/{round_}"
     self._store.key_value_set(f"{here}/{self.number}", json.dumps(dict(make())))
-    told = [json.loads(_wait(self._store, f"{here}/{number}", _PATIENCE)) for number in range(self.count)]
+    told = [json.loads(_wait(self._store, f"{here}/{number}", _AGES)) for number in range(self.count)]
     if faults := differences(told):
       raise ValueError(
         f"the processes are not the same: {'; '.join(faults)}. Start all with the same flags, code, versions and "

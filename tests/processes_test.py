@@ -219,15 +219,15 @@ def several(task, tiny, mesh, count):
 
 def generate(tiny, *more):
   """The commands of two processes of `scripts/generate.py`; more: flags of each."""
-  flags = ["--model", tiny, "--prompt", "ab", "--max_new_tokens", "12", "--ignore_eos", "--mesh", "tensor=2"]
+  flags = ["--model", tiny, "--prompt", "ab", "--max_new_tokens", "12", "--ignore_eos", "--mesh", "tensor=2", "--weights", "float"]
   flags += ["--coordinator", f"127.0.0.1:{free_port()}", "--num_processes", "2"]
   return [(ROOT / "scripts" / "generate.py", *flags, "--process_id", n, *more[n]) for n in range(len(more))]
 
 
 @pytest.fixture(scope="session")
 def of_one(tiny, home):
-  """The texts of one process with one device."""
-  return texts_of(several("texts", tiny, "data=1", 1), home)[0]
+  """The texts of one process, with two devices: for one, the CPU's kernels would be built first."""
+  return texts_of(several("texts", tiny, "tensor=2", 1), home, devices=2)[0]
 
 
 def texts_of(commands, home, devices=1):

@@ -20,6 +20,7 @@ from fixtures import byte_model
 
 from decoder import processes
 from decoder.decoding import Decoding
+from decoder.ops.kernels import build
 from decoder.processes import ALONE, Together
 from decoder.reader import Reader
 
@@ -169,7 +170,13 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory) -> Path:
-  return tmp_path_factory.mktemp("home")
+  """A cache of their own for the processes, with the kernels that this one has: to build them takes a minute."""
+  home = tmp_path_factory.mktemp("home")
+  (home / "decoder").mkdir()
+  if build.ready():
+    for library in build.cache_directory().glob("kernels-*.so"):
+      shutil.copy(library, home / "decoder")
+  return home
 
 
 def free_port() -> int:
@@ -219,14 +226,14 @@ def several(task, tiny, mesh, count):
 
 def generate(tiny, *more):
   """The commands of two processes of `scripts/generate.py`; more: flags of each."""
-  flags = ["--model", tiny, "--prompt", "ab", "--max_new_tokens", "12", "--ignore_eos", "--mesh", "tensor=2", "--weights", "float"]
+  flags = ["--model", tiny, "--prompt", "ab", "--max_new_tokens", "12", "--ignore_eos", "--mesh", "tensor=2"]
   flags += ["--coordinator", f"127.0.0.1:{free_port()}", "--num_processes", "2"]
   return [(ROOT / "scripts" / "generate.py", *flags, "--process_id", n, *more[n]) for n in range(len(more))]
 
 
 @pytest.fixture(scope="session")
 def of_one(tiny, home):
-  """The texts of one process, with two devices: for one, the CPU's kernels would be built first."""
+  """The texts of one process, with two devices."""
   return texts_of(several("texts", tiny, "tensor=2", 1), home, devices=2)[0]
 
 

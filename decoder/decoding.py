@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from decoder.constrained import driver
 from decoder.encoded import source_fields
 from decoder.guided import negative_fields
+from decoder.processes import ALONE, Alone
 from decoder.programs import LOOP, Programs, bucket
 from decoder.prompts import reading
 from decoder.reader import Reader, Request
@@ -26,12 +27,25 @@ _SHORT = 8  # steps a call where something on the host may end a row: at most tw
 _GATHERED = 16  # most tokens that a stream gathers: of a call's 2 to 3 ms of a core 0.2 fall to a token
 
 
+class _Moment(NamedTuple):
+  """What time and other threads say before a device call. Where several processes decode as one, process 0's.
+
+  now: milliseconds from the start. each: of those, what a step of the last call took. steps: asked for at once.
+  cancelled: whether another thread wants the end.
+  """
+
+  now: float = 0.0
+  each: float = 0.0
+  steps: int = 1
+  cancelled: bool = False
+
+
 class Decoding:
   """Requests decoded together, in ragged rows of one batch.
 
   capacity: of a new cache, in tokens. compiled_s: () -> seconds spent compiling so far, which the timings leave out.
   cache, held: a cache to go on from and how many of the prompt's tokens to keep of it; only for a single request.
-  cancel: once another thread has set it, all rows end before the next device call.
+  cancel: once another thread has set it, all rows end before the next device call. lead: of `processes.lead()`.
   """
 
   def __init__(
@@ -44,6 +58,7 @@ class Decoding:
     cache: Any = None,
     held: int = 0,
     cancel: threading.Event | None = None,
+    lead: Alone = ALONE,
   ):
     self.readers = list(readers)
     self.requests = [reader.request for reader in readers]
@@ -55,6 +70,7 @@ class Decoding:
     self._times: list[list[float]] = [[] for _ in readers]  # when each token came, milliseconds from the start
     self._now = self._each = 0.0  # when the last call returned, and how long a step of it took
     self._cancel, self._turn = cancel, threading.Lock()
+    self._lead, self._moment = lead, _Moment()
     self._timed = any(r.settings.max_time is not None for r in self.requests)
     self._read_soundly = True
     self._read = False
@@ -87,14 +103,15 @@ class Decoding:
     take turns.
     """
     with self._turn, interrupt_later():
+      self._look(steps)
       late = self._end_early()
       if self.done:
         return late
-      emission, self._ahead = self._ahead or self._call(steps), None
+      emission, self._ahead = self._ahead or self._call(), None
       if emission is None:
         return late
       if ahead and self._goes_on():
-        self._ahead = self._call(steps)
+        self._ahead = self._call()
       return [a + b for a, b in zip(late, self._hear(emission))]
 
   @property
@@ -108,8 +125,13 @@ class Decoding:
     left = max(request.limit - length for request, length in zip(self.requests, self._lengths)) - self._written
     return self._drive.runs_ahead and not self._timed and left > 0
 
-  def _call(self, steps: int) -> Emission | None:
-    return self._write(steps) if self._read else self._read_prompts()
+  def _look(self, steps: int) -> None:
+    """Asks what time it is, before the device is called: all that follows is the same in all processes."""
+    cancelled = self._cancel is not None and self._cancel.is_set()
+    self._moment = _Moment(*self._lead.agree(_Moment(self._elapsed(), self._each, steps, cancelled)))
+
+  def _call(self) -> Emission | None:
+    return self._write() if self._read else self._read_prompts()
 
   def _read_prompts(self) -> Emission | None:
     """Reads the prompts and draws a first token a row; None if all rows have ended before that."""
@@ -117,6 +139,7 @@ class Decoding:
       self.state = self._prompts.read_chunk(self.state, self._lengths, self._held, chunk)
       if self._timed:
         jax.block_until_ready(self.state.length_B)  # else chunks are only queued, and no time has passed
+      self._look(self._moment.steps)
       self._end_early()  # no text yet
       if self.done:
         return None
@@ -125,8 +148,8 @@ class Decoding:
     self._hear_of_prompts()
     return emission
 
-  def _write(self, steps: int) -> Emission:
-    steps = self._few(min(steps, LOOP))
+  def _write(self) -> Emission:
+    steps = self._few(min(self._moment.steps, LOOP))
     self._written += steps
     self.state, emission = self._drive.loop(self.state, steps)
     return emission
@@ -159,23 +182,24 @@ class Decoding:
     """Steps for one call, few enough that stop strings, times and cancellation are noticed soon. Half of what a row's
     time seems to allow: calls get shorter towards its end, which is missed by about one step."""
     running = [reader.request.settings for reader in self.readers if not reader.done]
+    each = self._moment.each
     if any(s.stop or s.stop_at_dedent for s in running):
       steps = min(steps, _SHORT)
     elif self._cancel is not None:  # more than a few only of steps so fast that many fit into a moment
-      steps = min(steps, max(_SHORT, int(1e3 * _MOMENT / self._each) if self._each > 0 else 0))
-    left = [1e3 * settings.max_time - self._now for settings in running if settings.max_time is not None]
-    if left and self._each > 0:
-      steps = min(steps, max(1, int(min(left) / (2 * self._each))))
+      steps = min(steps, max(_SHORT, int(1e3 * _MOMENT / each) if each > 0 else 0))
+    left = [1e3 * settings.max_time - self._moment.now for settings in running if settings.max_time is not None]
+    if left and each > 0:
+      steps = min(steps, max(1, int(min(left) / (2 * each))))
     return steps
 
   def _end_early(self) -> list[str]:
     """Ends what was cancelled or is out of time; the text that each row held back."""
-    if self._cancel is not None and self._cancel.is_set():
+    if self._moment.cancelled:
       return self._end_all()
     if not self._timed:
       return [""] * len(self.readers)
-    now, limits = self._elapsed(), [request.settings.max_time for request in self.requests]
-    late = [limit is not None and now >= 1e3 * limit for limit in limits]
+    limits = [request.settings.max_time for request in self.requests]
+    late = [limit is not None and self._moment.now >= 1e3 * limit for limit in limits]
     self._due &= not any(late)
     return [reader.end("time") if is_late else "" for reader, is_late in zip(self.readers, late)]
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decoder import sharding
+from decoder import processes, sharding
 from decoder.beam_programs import BeamPrograms
 from decoder.checkpoint import DEFAULT, Checkpoint
 from decoder.checkpoint import load as load_checkpoint
@@ -58,6 +58,7 @@ class LM:
     self.load_s, self._compiler = load_s, Compiler(checkpoint.placement, announce)
     self._programs: dict[tuple, Programs] = {}
     self._drafters: dict[str, Drafter] = {}
+    self._lead = processes.lead()
 
   @property
   def model(self) -> Model:
@@ -213,12 +214,12 @@ class LM:
     programs = self.programs([request.settings for request in requests])
     readers = [Reader(request, self.tokenizer) for request in requests]
     if requests[0].settings.searches:
-      return Searching(programs, readers, compiled_s=lambda: self._compiler.seconds, cancel=cancel)
+      return Searching(programs, readers, compiled_s=lambda: self._compiler.seconds, cancel=cancel, lead=self._lead)
     if capacity is None:
       capacity = max(r.settings.capacity or min(bucket(r.reach, SMALLEST_CAPACITY), self.context) for r in requests)
     return Decoding(
       programs, readers, capacity=capacity, compiled_s=lambda: self._compiler.seconds, cache=cache, held=held,
-      cancel=cancel,
+      cancel=cancel, lead=self._lead,
     )  # fmt: skip
 
   def programs(self, each: Sequence[Settings]) -> Programs:
@@ -263,11 +264,13 @@ class LM:
     if isinstance(prompt, Infill) and settings.truncate is not None:
       raise ValueError("truncate would cut the marks of an Infill prompt; shorten its prefix or suffix instead")
     settings, ids, source, cut = self._read(prompt, settings, room)
+    seed = secrets.randbits(32) if settings.seed is None else settings.seed
+    seed, agreed = self._lead.agree((seed, ids))  # a chat template may say what day it is
+    ids = tuple(agreed)
     negative = self._negative(ids, settings, room)
     room -= max(0, len(negative) - len(ids))
     limit = room if settings.max_new_tokens is None else len(ids) + settings.max_new_tokens
     full = "context" if limit > room or settings.max_new_tokens is None else cut
-    seed = secrets.randbits(32) if settings.seed is None else settings.seed
     ends = {*(() if settings.ignore_eos else self.ends), *settings.stop_token_ids}
     if isinstance(prompt, Infill):
       ends.update(infill_ends(self._text()))
@@ -354,6 +357,7 @@ def load(
   _keep_compilations(cache_dir)
   placement = _placement(mesh)
   checkpoint = load_checkpoint(name, dtype, weights=weights, cache_dir=cache_dir, placement=placement)
+  processes.lead().same(lambda: {"the checkpoint": processes.digest_of(checkpoint.path)})
   lm = kind_of(checkpoint.config)(checkpoint, dtype, announce=announce)
   lm.load_s = time.perf_counter() - start
   return lm

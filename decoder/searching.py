@@ -10,6 +10,7 @@ import numpy as np
 
 from decoder.beam_programs import BeamPrograms, beam_fields, room_for
 from decoder.decoding import fields_of, interrupt_later
+from decoder.processes import ALONE, Alone
 from decoder.programs import LOOP, bucket
 from decoder.reader import Reader
 from decoder.report import Report
@@ -34,10 +35,11 @@ class Searching:
     *,
     compiled_s: Callable[[], float],
     cancel: threading.Event | None = None,
+    lead: Alone = ALONE,
   ):
     self.readers, self.requests = list(readers), [reader.request for reader in readers]
     self.reports = [Report(reader.request.settings, reader.tokenizer, programs.links) for reader in readers]
-    self._programs, self._cancel, self._turn = programs, cancel, threading.Lock()
+    self._programs, self._cancel, self._lead, self._turn = programs, cancel, lead, threading.Lock()
     self._examples = [request for request in self.requests if request.sample == 0]
     self._start, compiled_before = time.perf_counter(), compiled_s()
     self._early: str | None = None  # why the search was ended from outside
@@ -95,9 +97,11 @@ class Searching:
 
   def _end_early(self) -> None:
     limits = [r.settings.max_time for r in self._examples if r.settings.max_time is not None]
-    if self._cancel is not None and self._cancel.is_set():
+    cancelled = self._cancel is not None and self._cancel.is_set()
+    now, cancelled = self._lead.agree((self._elapsed(), cancelled))
+    if cancelled:
       self._early, self.done = "cancelled", True
-    elif limits and self._elapsed() >= 1e3 * min(limits):
+    elif limits and now >= 1e3 * min(limits):
       self._early, self.done = "time", True
 
   def _tell(self, row: int, example: int, found: Any, live: Sequence[np.ndarray]) -> bool:

@@ -154,9 +154,13 @@ class Sharding:
     return value.replace(**{name: part if part is None else place(name, part) for name, part in parts.items()})
 
   def fetch(self, tree: Any) -> Any:
-    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)):
-      return jax.device_get(tree)
-    return multihost_utils.process_allgather(tree, tiled=True)
+    """What other processes hold a part of is gathered, by all of them together; the rest lies here."""
+
+    def whole(leaf: Any) -> Any:
+      here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
+      return leaf if here else multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
 
   def _spec(self, path: str, shape: tuple[int, ...], rules: Rules) -> PartitionSpec:
     axes = []

@@ -123,8 +123,9 @@ def constraint_settings() -> dict[str, Any]:
   return given
 
 
-def load(settings: dict[str, Any]) -> Any:
-  """The model of --model, --dtype and --weights. `settings` are checked first: a wrong one costs no loading."""
+def load(settings: dict[str, Any], mesh: str | None = None) -> Any:
+  """The model of --model, --dtype and --weights, over a mesh if given. `settings` are checked first: a wrong one costs
+  no loading."""
   from decoder.settings import gather_settings
 
   gather_settings(None, settings)
@@ -133,4 +134,4 @@ def load(settings: dict[str, Any]) -> Any:
   def announce(what: str) -> None:
     print(f"compiling {what}, kept for the next time …", file=sys.stderr, flush=True)
 
-  return decoder.load(FLAGS.model, dtype=FLAGS.dtype, weights=weights(), announce=announce)
+  return decoder.load(FLAGS.model, dtype=FLAGS.dtype, weights=weights(), mesh=mesh, announce=announce)

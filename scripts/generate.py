@@ -5,6 +5,7 @@ Usage:
   python scripts/generate.py --chat --prompt "What is the capital of France?" --temperature 0.7 --seed 1
   python scripts/generate.py --prompt "Water boils at" --top_p 0.9 --temperature 1 --explain --html tokens.html
   cat prompt.txt | python scripts/generate.py --output json --max_new_tokens 32
+  python scripts/generate.py --mesh tensor=4,data=2 --coordinator host:1234 --num_processes 2 --process_id 0
 
 The text goes to stdout, one line of figures to stderr:
   prompt 6 tokens, first token after 61 ms · 256 new tokens, 38.1 a second (26.2 ms each) · peak memory 1.1 GB · …
@@ -20,6 +21,7 @@ from typing import Any
 
 import config
 import entry
+import processes
 import report
 from absl import flags
 
@@ -28,6 +30,7 @@ entry.define_model_flags()
 entry.define_sampling_flags(max_new_tokens=256, temperature=0.0)
 entry.define_constraint_flags()
 config.define_flags()
+processes.define_flags()
 report.define_flags()
 flags.DEFINE_multi_string("prompt", [], "A prompt; repeatable. Without one, stdin is read.")
 flags.DEFINE_multi_string("prompt_file", [], "A file that holds one prompt; repeatable.")
@@ -44,6 +47,7 @@ flags.DEFINE_string("profile", None, "Write a JAX trace of the generation to thi
 flags.DEFINE_bool("print_config", False, "Print every setting and where it came from, and exit.")
 flags.adopt_module_key_flags(entry)
 flags.adopt_module_key_flags(config)
+flags.adopt_module_key_flags(processes)
 flags.adopt_module_key_flags(report)
 
 
@@ -55,30 +59,43 @@ def main() -> None:
   if FLAGS.print_config:
     print(config.table(settings, origins))
     return
-  prompts = read_prompts()
+  with processes.joined() as lead:
+    generate(lead, settings)
+
+
+def generate(lead: Any, settings: dict[str, Any]) -> None:
+  """lead: of all processes; what they do is the same, and only the first has something to say."""
+  prompts = arranged(lead.agree(read_texts() if lead.first else None))
   if FLAGS.profile is not None:
     Path(FLAGS.profile).mkdir(parents=True, exist_ok=True)
-  lm = entry.load(settings)
+  lm = entry.load(settings, mesh=FLAGS.mesh)
   with profiler():
     if FLAGS.stream and FLAGS.output == "text" and len(prompts) == 1 and not config.searches(settings):
-      results = [stream(lm, prompts[0], settings)]
+      results = [stream(lm, prompts[0], settings, lead)]
     else:
       answers = lm.generate(prompts, **settings)
       results = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
       write(results)
-  report.show(results)
+  gained = report.gained(lm, prompts, settings, results)
+  if lead.first:
+    report.show(results)
   for result in results:
     report_problem(result)
   if FLAGS.output == "text":
-    print(report.figures(results, report.gained(lm, prompts, settings, results)), file=sys.stderr)
+    print(report.figures(results, gained), file=sys.stderr)
 
 
-def read_prompts() -> list[Any]:
+def read_texts() -> list[str]:
   texts = list(FLAGS.prompt) + [decode(Path(name).expanduser().read_bytes(), name) for name in FLAGS.prompt_file]
   if not texts:
     if sys.stdin.isatty():
       print("reading a prompt from the terminal; end it with Ctrl-D", file=sys.stderr)
     texts = [decode(sys.stdin.buffer.read(), "stdin")]
+  return texts
+
+
+def arranged(texts: list[str]) -> list[Any]:
+  """The prompts, as --suffix, --chat and --system ask for them."""
   if FLAGS.system is not None and not FLAGS.chat:
     raise ValueError("--system needs --chat: a raw prompt has no system message")
   if FLAGS.suffix is not None and FLAGS.chat:
@@ -100,12 +117,14 @@ def decode(data: bytes, name: str) -> str:
     raise ValueError(f"{name} is not UTF-8 text: byte {data[error.start]:#x} at {error.start}") from error
 
 
-def stream(lm: Any, prompt: Any, settings: dict[str, Any]) -> Any:
+def stream(lm: Any, prompt: Any, settings: dict[str, Any], lead: Any) -> Any:
   pieces = lm.stream(prompt, **settings)
   try:
     for piece in pieces:
       print(piece, end="", flush=True)
   except KeyboardInterrupt:
+    if lead.count > 1:  # the others wait for this one, and end with it
+      raise
     pieces.close()
   print(flush=True)
   return pieces.result

@@ -27,7 +27,7 @@ FLOORS = {
   **dict.fromkeys(
     ("beam_settings", "beam_programs", "searching", "encoded", "translator", "speculating", "drafters"), 5
   ),
-  **dict.fromkeys(("translating", "journal"), 5),
+  **dict.fromkeys(("translating", "journal", "processes"), 5),
 }
 BANS = {"strategies": {"models"}, "models": {"strategies", "sharding"}}
 

@@ -229,7 +229,7 @@ def test_cancel_from_another_thread_ends_a_stream(slow):
 def test_what_can_be_cancelled_takes_as_many_steps_as_a_moment_holds(hello, each_ms, steps):
   for cancel, stop, wanted in ((threading.Event(), [], steps), (threading.Event(), ["OX"], 8), (None, [], LOOP)):
     decoding = hello.start([hello.request("AB", stop=stop)], cancel=cancel)
-    decoding._each = each_ms
+    decoding._moment = decoding._moment._replace(each=each_ms)
     assert decoding._few(LOOP) == wanted
 
 

@@ -1,0 +1,155 @@
+"""What turns prompts into rows, and rows into tokens? Two halves that share nothing but a `Row`.
+
+`Prefill` reads one prompt at a time and draws its first token; `Slots` is a batch whose rows come and go between calls
+of one compiled loop. In one process they are a colocated server, in two a disaggregated one (Zhong et al. 2024,
+DistServe, arXiv:2401.09670): keys belong to requests, so a row draws the same wherever it is. When to call which is the
+business of `apart`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from decoder.cache import Cache
+from decoder.decoding import fields_of
+from decoder.programs import SMALLEST_CAPACITY, Programs, bucket
+from decoder.reader import Request
+from decoder.serving.rows import SMALLEST, Row, across, cut, held_by, shapes_of, slots_for
+from decoder.settings import Settings
+from decoder.strategies import State, insert, vacate
+from decoder.types import Emission
+
+
+def fields_for(request: Request, programs: Programs) -> dict[str, Any]:
+  """A request as plain arrays of one row, all that `Prefill` needs of it. ValueError for what is not served by rows
+  that move: texts under a constraint, guidance, sources for an encoder, guesses, and told prompts."""
+  unserved = {
+    "json_schema, regex, grammar and choice": request.constraint is not None,
+    "guidance_scale": request.guided,
+    "prompt_logprobs": request.settings.prompt_logprobs,
+    "a model with an encoder": bool(request.source_ids),
+    "speculate": request.settings.speculate != "off",
+    "beams": request.settings.searches,
+  }
+  for name, asked in unserved.items():
+    if asked:
+      raise ValueError(f"{name} cannot be served with prefill and decode as two halves; use LM.generate for it")
+  return fields_of([request], programs, len(request.prompt_ids), 0)
+
+
+class Prefill:
+  """Reads prompts, on the devices of its programs. A prompt takes a cache of its own, until its Row is cut from that."""
+
+  def __init__(self, programs: Programs):
+    if programs.cache_type is not Cache:
+      raise ValueError(f"prefill wants plain programs, got {type(programs).__name__}; leave out guesses and guidance")
+    self.programs = programs
+    self._cut = jax.jit(cut, static_argnums=1)
+
+  def begin(self, fields: dict[str, Any]) -> "Reading":
+    """fields: of one request, as `fields_for` makes them."""
+    length = int(fields["length_B"][0])
+    capacity = bucket(length + 1, SMALLEST_CAPACITY)
+    context_BL = np.zeros((1, capacity), np.int32)
+    context_BL[:, :length] = fields["context_BL"][:, :length]
+    return Reading(self.programs, self._cut, self.programs.begin(capacity, {**fields, "context_BL": context_BL}), length)
+
+  def read(self, fields: dict[str, Any]) -> Row:
+    """The whole prompt at once."""
+    reading = self.begin(fields)
+    while (row := reading.advance()) is None:
+      pass
+    return row
+
+
+class Reading:
+  """A prompt that is being read, a chunk a call."""
+
+  def __init__(self, programs: Programs, cut: Any, state: State, length: int):
+    self._programs, self._cut, self._state, self._length = programs, cut, state, length
+    self._chunks = iter(programs.chunks([length]))
+
+  def advance(self) -> Row | None:
+    """Reads a chunk; with the last one draws the first token, and gives the Row. Waits for the device."""
+    chunk = next(self._chunks, None)
+    if chunk is not None:
+      self._state = self._programs.read_chunk(self._state, [self._length], 0, chunk)
+      jax.block_until_ready(self._state.length_B)  # else chunks only queue up before whatever else the device does
+      return None
+    state, emission = self._programs.read(self._state, [self._length])
+    return Row(self._cut(state, slots_for(self._length)), jax.device_get(emission))
+
+
+class Slots:
+  """A batch of `batch` rows for texts of up to `capacity` tokens, each a request's or free. Both are powers of two.
+
+  settings: any of the requests'; all share the programs, and so the order of their transforms. One thread calls it.
+  """
+
+  def __init__(self, programs: Programs, batch: int, capacity: int, settings: Settings):
+    for name, size in (("batch", batch), ("capacity", capacity)):
+      least = SMALLEST if name == "capacity" else 1
+      if size != bucket(size, least):
+        raise ValueError(f"{name} must be a power of two from {least}, got {size}; take {bucket(size, least)}")
+    self.programs, self.capacity = programs, capacity
+    nobody = Request((), settings, 0, 0, 0, (), None, None)
+    self.state: State = programs.begin(capacity, fields_of([nobody] * batch, programs, capacity, 0))
+    self.owners: list[Any] = [None] * batch  # whose each row is
+    self._insert = jax.jit(insert, donate_argnums=0)
+    self._vacate = jax.jit(vacate, donate_argnums=0)
+
+  @functools.cached_property
+  def emitted(self) -> Emission:
+    """The shapes of what reading a prompt emits for this batch."""
+    return self.programs.emitted(self.state)
+
+  @property
+  def free(self) -> bool:
+    return None in self.owners
+
+  @property
+  def busy(self) -> bool:
+    return any(owner is not None for owner in self.owners)
+
+  def shapes(self, tokens: int) -> Row:
+    """The shapes of a Row of so many tokens for this batch."""
+    return shapes_of(self.state, self.emitted, slots_for(tokens))
+
+  def insert(self, row: Row, owner: Any) -> int:
+    """Gives a free slot to a Row, from any device or from numpy, for its `owner` (anything but None); which slot.
+    ValueError where there is none, or for a row that does not fit or has ended."""
+    if not self.free:
+      raise ValueError(f"all {len(self.owners)} slots are taken; wait until a row ends, or release one")
+    limit = int(row.state.limit_B[0])
+    if limit > self.capacity:
+      raise ValueError(f"the row may grow to {limit} tokens, there is room for {self.capacity}; raise the capacity")
+    if not held_by(row.state):
+      raise ValueError("the row has ended with its first token; there is nothing to decode")
+    slot = self.owners.index(None)
+    context_BL = row.state.context_BL[:, : self.capacity]
+    row = across(row._replace(state=row.state.replace(context_BL=context_BL)), self.state)
+    self.state = self._insert(self.state, np.array([slot], np.int32), row.state)
+    self.owners[slot] = owner
+    return slot
+
+  def step(self, steps: int = 1) -> tuple[Emission, list[tuple[int, Any]]]:
+    """Up to `steps` tokens for each row: the emission, in numpy, and (slot, owner) of the rows it is of. Rows that end
+    free their slots."""
+    self.state, emission = self.programs.loop(self.state, steps)
+    emission = jax.device_get(emission)
+    rows = [(slot, owner) for slot, owner in enumerate(self.owners) if owner is not None]
+    ended = [slot for slot, _ in rows if emission.info.finish_B[slot] != 0]
+    if ended:
+      self.release(ended)
+    return emission, rows
+
+  def release(self, slots: Sequence[int]) -> None:
+    """Frees slots: their rows emit nothing more, and others need not read past what they held."""
+    rows_B = np.zeros(len(self.owners), bool)
+    rows_B[list(slots)] = True
+    self.state = self._vacate(self.state, rows_B)
+    for slot in slots:
+      self.owners[slot] = None

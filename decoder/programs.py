@@ -23,7 +23,19 @@ from decoder.ops.kernels.channel import over
 from decoder.sampling import request_key
 from decoder.settings import Settings
 from decoder.sharding import Placement
-from decoder.strategies import State, Told, asking, autoregressive, forward_telling, init, pending, run
+from decoder.strategies import (
+  State,
+  Told,
+  asking,
+  autoregressive,
+  cut,
+  forward_telling,
+  init,
+  insert,
+  pending,
+  run,
+  vacate,
+)
 from decoder.strategies.loop import Run
 from decoder.types import Array, Emission, Strategy
 
@@ -248,6 +260,20 @@ class Programs:
     """Compiles what `fork` will need; the shapes that come of it."""
     self._fork(*arguments)
     return jax.eval_shape(_forked, *arguments)
+
+  def cut(self, state: State, slots: int) -> State:
+    """`strategies.cut`: a State in so few slots, to be moved."""
+    key, what = ("cut", slots, signature(state)), f"a cut to {slots} slots"
+    return self._compile(key, what, lambda state: cut(state, slots), None, state)(state)
+
+  def insert(self, state: State, rows_R: np.ndarray, other: State) -> State:
+    """`strategies.insert`: rows of `other`, which is on the same devices, go on as rows of `state`."""
+    key, what = ("insert", signature(state), signature(other)), f"rows put into a batch of {len(state.length_B)}"
+    return self._compile(key, what, insert, 0, state, rows_R, other)(state, rows_R, other)
+
+  def vacate(self, state: State, rows_B: np.ndarray) -> State:
+    """`strategies.vacate`: ends rows, and forgets them."""
+    return self._compile(("vacate", signature(state)), "rows that end", vacate, 0, state, rows_B)(state, rows_B)
 
   def forward(self, state: State) -> tuple[State, Array]:
     """Reads each row's last token, and guesses of what follows; gives the logits that `draw_further` takes. Returns

@@ -1,10 +1,10 @@
-"""Prefill and decode in two processes on this machine, against one process that does both: what a burst of prompts does.
+"""Prefill and decode in two processes on this machine, against one that does both: what a burst of prompts does.
 
 Usage:
   python scripts/serve_apart.py --model smollm2-135m-instruct --json out.json
 
-Each process has a core of its own: prefill the first, decode the second. The one that does both runs on --together_cores
-of them, both by default, and reads --chunk tokens between two steps. The last lines are p50 and p99 of the gaps between
+Each process has a core of its own: prefill the first, decode the second. The one that does both has --together_cores of
+them, both by default, and reads --chunk tokens between two steps. The last lines are p50 and p99 of the gaps between
 a row's tokens, quiet and under the burst, and their ratio. Run it on a quiet machine.
 """
 
@@ -20,7 +20,9 @@ from absl import flags
 
 FLAGS = flags.FLAGS
 entry.define_model_flags()
-flags.DEFINE_multi_integer("chunk", [512, 64], "Tokens that the process doing both reads between two steps; repeatable.")
+flags.DEFINE_multi_integer(
+  "chunk", [512, 64], "Tokens that the process doing both reads between two steps; repeatable."
+)
 flags.DEFINE_integer("together_cores", 2, "Cores of the process that does both.")
 flags.DEFINE_integer("rows", 4, "Rows in the background.")
 flags.DEFINE_integer("prompt", 256, "Tokens of their prompts.")
@@ -88,10 +90,9 @@ def _result(process: subprocess.Popen) -> dict:
 
 def _print(name: str, told: dict) -> None:
   quiet, burst = told["quiet"], told["burst"]
-  print(
-    f"{name:24s} TPOT p50 {quiet['p50']:6.1f} → {burst['p50']:6.1f} ms   p99 {quiet['p99']:6.1f} → {burst['p99']:6.1f} ms"
-    f" ({told['ratio_p99']:.2f} ×)   longest {burst['longest']:6.1f} ms   TTFT {told['ttft_ms'] / 1e3:.1f} s"
-  )
+  p50, p99 = (f"{quiet[name]:6.1f} → {burst[name]:6.1f} ms" for name in ("p50", "p99"))
+  longest, ttft = f"longest {burst['longest']:6.1f} ms", f"TTFT {told['ttft_ms'] / 1e3:.1f} s"
+  print(f"{name:24s} TPOT p50 {p50}   p99 {p99} ({told['ratio_p99']:.2f} ×)   {longest}   {ttft}", flush=True)
 
 
 def _work():

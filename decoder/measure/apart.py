@@ -107,7 +107,7 @@ def prefill_times(lm: LM, programs: Programs, lengths: Sequence[int], rounds: in
 def step_times(
   lm: LM, programs: Programs, batches: Sequence[int], held: int, capacity: int, steps: int = 30
 ) -> list[tuple[int, float]]:
-  """(rows, seconds) of a step for rows that hold `held` tokens each and more, medians; a call a step, as serving does."""
+  """(rows, seconds) of a step for rows that hold `held` tokens and more, medians; a call a step, as serving does."""
   request = lm.request([0] * held, max_new_tokens=capacity - held, ignore_eos=True)
   row, points = Prefill(programs).read(fields_for(request, programs)), []
   for batch in batches:

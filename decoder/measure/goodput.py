@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 class Times(NamedTuple):
   """Measured on one device. prefill: (tokens, seconds) of reading prompts with their first draw; step: (rows, seconds)
-  of a step; move: (tokens, seconds) from a prompt's end to its row's being in a decoding batch elsewhere. Each ascending
-  and at least one; between them, and beyond the last two, linear."""
+  of a step; move: (tokens, seconds) from a prompt's end to its row's being in a batch elsewhere. Each ascending and at
+  least one; between them, and beyond the last two, linear."""
 
   prefill: Sequence[tuple[int, float]]
   step: Sequence[tuple[int, float]]
@@ -107,11 +107,12 @@ def load(
 
 
 def simulate(asked: Sequence[Asked], times: Times, fleet: Fleet) -> list[Told]:
-  """What becomes of each request, in the order given, which is that of arrival. ValueError for a fleet that cannot serve.
+  """What becomes of each request, in the order given, that of arrival. ValueError for a fleet that cannot serve.
 
   Requests go to the device with the fewest; prompts are read first come first served.
   """
-  if not (fleet.together and not fleet.prefill + fleet.decode) and not (fleet.prefill and fleet.decode):
+  apart, mixed = fleet.prefill and fleet.decode, fleet.prefill or fleet.decode
+  if not (apart and not fleet.together) and not (fleet.together and not mixed):
     raise ValueError(f"a fleet is of devices together, or of both prefill and decode devices, got {fleet}")
   if fleet.slots < 1 or fleet.chunk < 1:
     raise ValueError(f"a device wants at least one slot and chunks of at least one token, got {fleet}")

@@ -16,7 +16,11 @@ def draw(sweep: Sweep, facts: dict[str, Any], file: Path) -> None:
   figure = Figure((13.5, 4.2), layout="constrained")
   axes = figure.subplots(1, 3)
   names = ("rate a device, requests/s", "rate a device, requests/s", "promise, × that on the left")
-  labels = ("requests that keep their promise", "goodput a device, requests/s", "highest rate a device at 90 %, requests/s")
+  labels = (
+    "requests that keep their promise",
+    "goodput a device, requests/s",
+    "highest rate a device at 90 %, requests/s",
+  )
   for line, colour in zip(sweep.lines, plots.COLOURS * 2):
     style = {"color": colour, "label": line.fleet.name, "linewidth": 2.5 if line.fleet.together else 1.5}
     axes[0].plot(line.rates, line.attained, **style)

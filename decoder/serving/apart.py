@@ -1,8 +1,8 @@
 """Who reads prompts for a batch that is decoding? This process between two steps (`Here`), or another one (`There`).
 
-A `Desk` takes requests and turns: in each turn it lets the reading go on for a bounded piece, gives arrived rows a slot,
-and decodes one call. Reading here, the piece is a chunk of a prompt, which delays every row (colocated, Sarathi-Serve's
-chunked prefill, arXiv:2403.02310); reading there, it is a number of bytes, which hardly does. `serve` is the other side.
+A `Desk` takes requests, and turns: in each it lets the reading go on for a bounded piece, gives arrived rows a slot,
+and decodes one step. Reading here, the piece is a chunk of a prompt, which delays every row (colocated; Sarathi-Serve's
+chunked prefill, arXiv:2403.02310); reading there, it is a number of bytes, which hardly does. `serve` is the other end.
 """
 
 import collections

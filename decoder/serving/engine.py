@@ -17,9 +17,9 @@ from decoder.cache import Cache
 from decoder.decoding import fields_of
 from decoder.programs import SMALLEST_CAPACITY, Programs, bucket
 from decoder.reader import Request
-from decoder.serving.rows import SMALLEST, Row, across, cut, held_by, shapes_of, slots_for
+from decoder.serving.rows import SMALLEST, Row, across, held_by, shapes_of, slots_for
 from decoder.settings import Settings
-from decoder.strategies import State, insert, vacate
+from decoder.strategies import State
 from decoder.types import Emission
 
 
@@ -41,13 +41,16 @@ def fields_for(request: Request, programs: Programs) -> dict[str, Any]:
 
 
 class Prefill:
-  """Reads prompts, on the devices of its programs. A prompt takes a cache of its own, until its Row is cut from that."""
+  """Reads prompts, on the devices of its programs. A prompt takes a cache of its own, from which its Row is cut."""
 
   def __init__(self, programs: Programs):
     if programs.cache_type is not Cache:
       raise ValueError(f"prefill wants plain programs, got {type(programs).__name__}; leave out guesses and guidance")
+    if programs.rows(1) > 1:
+      raise ValueError(
+        f"prefill reads one prompt at a time, and this mesh divides rows by {programs.rows(1)}; leave out data"
+      )
     self.programs = programs
-    self._cut = jax.jit(cut, static_argnums=1)
 
   def begin(self, fields: dict[str, Any]) -> "Reading":
     """fields: of one request, as `fields_for` makes them."""
@@ -55,7 +58,7 @@ class Prefill:
     capacity = bucket(length + 1, SMALLEST_CAPACITY)
     context_BL = np.zeros((1, capacity), np.int32)
     context_BL[:, :length] = fields["context_BL"][:, :length]
-    return Reading(self.programs, self._cut, self.programs.begin(capacity, {**fields, "context_BL": context_BL}), length)
+    return Reading(self.programs, self.programs.begin(capacity, {**fields, "context_BL": context_BL}), length)
 
   def read(self, fields: dict[str, Any]) -> Row:
     """The whole prompt at once."""
@@ -68,8 +71,8 @@ class Prefill:
 class Reading:
   """A prompt that is being read, a chunk a call."""
 
-  def __init__(self, programs: Programs, cut: Any, state: State, length: int):
-    self._programs, self._cut, self._state, self._length = programs, cut, state, length
+  def __init__(self, programs: Programs, state: State, length: int):
+    self._programs, self._state, self._length = programs, state, length
     self._chunks = iter(programs.chunks([length]))
 
   def advance(self) -> Row | None:
@@ -80,7 +83,7 @@ class Reading:
       jax.block_until_ready(self._state.length_B)  # else chunks only queue up before whatever else the device does
       return None
     state, emission = self._programs.read(self._state, [self._length])
-    return Row(self._cut(state, slots_for(self._length)), jax.device_get(emission))
+    return Row(self._programs.cut(state, slots_for(self._length)), self._programs.placement.fetch(emission))
 
 
 class Slots:
@@ -94,12 +97,12 @@ class Slots:
       least = SMALLEST if name == "capacity" else 1
       if size != bucket(size, least):
         raise ValueError(f"{name} must be a power of two from {least}, got {size}; take {bucket(size, least)}")
+    if programs.rows(batch) != batch:
+      raise ValueError(f"this mesh divides rows: batch must be {programs.rows(batch)} rather than {batch}")
     self.programs, self.capacity = programs, capacity
     nobody = Request((), settings, 0, 0, 0, (), None, None)
     self.state: State = programs.begin(capacity, fields_of([nobody] * batch, programs, capacity, 0))
     self.owners: list[Any] = [None] * batch  # whose each row is
-    self._insert = jax.jit(insert, donate_argnums=0)
-    self._vacate = jax.jit(vacate, donate_argnums=0)
 
   @functools.cached_property
   def emitted(self) -> Emission:
@@ -130,8 +133,8 @@ class Slots:
       raise ValueError("the row has ended with its first token; there is nothing to decode")
     slot = self.owners.index(None)
     context_BL = row.state.context_BL[:, : self.capacity]
-    row = across(row._replace(state=row.state.replace(context_BL=context_BL)), self.state)
-    self.state = self._insert(self.state, np.array([slot], np.int32), row.state)
+    row = across(row._replace(state=row.state.replace(context_BL=context_BL)), self.programs.placement)
+    self.state = self.programs.insert(self.state, np.array([slot], np.int32), row.state)
     self.owners[slot] = owner
     return slot
 
@@ -139,7 +142,7 @@ class Slots:
     """Up to `steps` tokens for each row: the emission, in numpy, and (slot, owner) of the rows it is of. Rows that end
     free their slots."""
     self.state, emission = self.programs.loop(self.state, steps)
-    emission = jax.device_get(emission)
+    emission = self.programs.placement.fetch(emission)
     rows = [(slot, owner) for slot, owner in enumerate(self.owners) if owner is not None]
     ended = [slot for slot, _ in rows if emission.info.finish_B[slot] != 0]
     if ended:
@@ -150,6 +153,6 @@ class Slots:
     """Frees slots: their rows emit nothing more, and others need not read past what they held."""
     rows_B = np.zeros(len(self.owners), bool)
     rows_B[list(slots)] = True
-    self.state = self._vacate(self.state, rows_B)
+    self.state = self.programs.vacate(self.state, rows_B)
     for slot in slots:
       self.owners[slot] = None

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from decoder.cache import LayerSpec
 from decoder.programs import bucket
-from decoder.strategies import State
+from decoder.sharding import Placement
+from decoder.strategies import State, cut
 from decoder.types import NONE, Emission
 
 SMALLEST = 64  # slots of a row that moves between devices, at least; more come in powers of two, each a compilation
@@ -46,11 +46,6 @@ def slots_for(tokens: int) -> int:
   return bucket(tokens, SMALLEST)
 
 
-def cut(state: State, slots: int) -> State:
-  """The State in its first `slots` slots, with a context of one token more: the one that is drawn but not yet read."""
-  return state.replace(cache=state.cache.trim(slots), context_BL=state.context_BL[:, : slots + 1])
-
-
 def kv_bytes(spec: Sequence[LayerSpec], tokens: int, itemsize: int) -> int:
   """Bytes of the keys and values of so many tokens: tokens × Σ over layers of kv_heads × head_dim × 2 × itemsize."""
   return tokens * sum(layer.kv_heads * layer.head_dim for layer in spec) * 2 * itemsize
@@ -62,18 +57,11 @@ def shapes_of(state: State, emitted: Emission, slots: int) -> Row:
   return Row(jax.eval_shape(lambda state: cut(state, slots), one[0]), one[1])
 
 
-def across(row: Row, state: State) -> Row:
-  """The Row on the devices that hold `state`, laid out as it is but for the rows, of which there is one. Within a
-  process; rounded up to `slots_for(tokens)` slots. Returns before the bytes have moved."""
-
-  def place(x: Any) -> Any:
-    if isinstance(x.sharding, NamedSharding):
-      return NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec[1:]))
-    return x.sharding
-
-  places = jax.tree.map(place, state.replace(cache=None))
-  cache = jax.tree.unflatten(jax.tree.structure(row.state.cache), map(place, jax.tree.leaves(state.cache)))
-  return row._replace(state=jax.device_put(row.state, places.replace(cache=cache)))
+def across(row: Row, placement: Placement) -> Row:
+  """The Row where programs of this placement run, from numpy or from other devices of this process; rounded up to
+  `slots_for(tokens)` slots. Returns before the bytes have moved."""
+  alone = jax.local_devices()[0] if placement.alone else None
+  return row._replace(state=jax.device_put(row.state, alone or placement.shardings(row.state)))
 
 
 def pack(tree: Any) -> tuple[list[Leaf], list[np.ndarray]]:
@@ -86,7 +74,7 @@ def pack(tree: Any) -> tuple[list[Leaf], list[np.ndarray]]:
 
 
 def pack_row(row: Row) -> tuple[list[Leaf], list[np.ndarray]]:
-  """`pack` of a Row and exactly what it holds: no slot more. One that has ended with its first token needs no cache."""
+  """`pack` of a Row with exactly what it holds: no slot more. One that has ended with its first token needs none."""
   state = _on_host(row.state)
   held = held_by(state)
   state = state.replace(cache=state.cache.trim(held), context_BL=state.context_BL[:, : int(state.length_B[0])])
@@ -107,12 +95,17 @@ class Room(NamedTuple):
 
   def whole(self) -> Any:
     """The tree, once its memory is filled: keys are keys again."""
-    return jax.tree.map(lambda x: jax.random.wrap_key_data(x.bits, impl=x.impl) if isinstance(x, _Key) else x, self.tree)
+
+    def key(x: Any) -> Any:
+      return jax.random.wrap_key_data(x.bits) if isinstance(x, _Key) else x
+
+    return jax.tree.map(key, self.tree, is_leaf=lambda x: isinstance(x, _Key))
 
 
 class _Key(NamedTuple):
+  """A random key's bits, of JAX's own default kind."""
+
   bits: np.ndarray
-  impl: str
 
 
 def room_for(described: Sequence[Leaf], like: Any) -> Room:
@@ -144,7 +137,7 @@ def _memory(leaf: Leaf, model: Any) -> Any:
     bits = jax.eval_shape(jax.random.key_data, model)
     if shape != bits.shape:
       raise ValueError(f"{leaf.path}: wanted a key of {bits.shape} numbers, got {shape}")
-    return _Key(np.empty(bits.shape, bits.dtype), jax.random.key_impl(model))
+    return _Key(np.empty(bits.shape, bits.dtype))
   dtype, padded = np.dtype(model.dtype), leaf.path.startswith(("state/cache/", "state/context_BL"))
   if len(shape) != len(wanted) or (padded and any(size > most for size, most in zip(shape, wanted))):
     raise ValueError(f"{leaf.path}: there is room for {wanted}, got {shape}; give both the same capacity")

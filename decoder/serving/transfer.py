@@ -203,7 +203,9 @@ def connect(host: str, port: int, wait: float = PATIENCE, **more: Any) -> Connec
       return Connection(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1)), **more)
     except OSError as error:
       if time.monotonic() >= until:
-        raise TransferError(f"nobody answers at {host}:{port} for {wait:g} s ({error}); start that process first") from error
+        raise TransferError(
+          f"nobody answers at {host}:{port} for {wait:g} s ({error}); start that process first"
+        ) from error
       time.sleep(0.05)
 
 
@@ -221,7 +223,7 @@ def greet(connection: Connection, identity: Mapping[str, str]) -> None:
     if theirs.get(name) != mine:
       connection.close()
       raise TransferError(
-        f"the peer has another {name}: {theirs.get(name)}, here {mine}; start both with the same checkout, model and flags"
+        f"the peer has another {name}: {theirs.get(name)}, here {mine}; start both with the same checkout, model, flags"
       )
 
 

@@ -11,7 +11,17 @@ from decoder.strategies.accompanied import (
   second_model,
 )
 from decoder.strategies.asking import announced, answered, asking, told_width
-from decoder.strategies.autoregressive import Finish, State, autoregressive, init, insert, pending, release, vacate
+from decoder.strategies.autoregressive import (
+  Finish,
+  State,
+  autoregressive,
+  cut,
+  init,
+  insert,
+  pending,
+  release,
+  vacate,
+)
 from decoder.strategies.beam import Plan, Search, beam, hypotheses, spread
 from decoder.strategies.beam_rules import Early, Rules
 from decoder.strategies.drafted import drafted
@@ -51,6 +61,7 @@ __all__ = [
   "autoregressive",
   "beam",
   "branching",
+  "cut",
   "drafted",
   "drafting",
   "feature_head",

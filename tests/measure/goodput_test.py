@@ -1,4 +1,4 @@
-"""Laws of the simulation that compares fleets: nothing is lost, an idle fleet is as fast as measured, more is no worse."""
+"""Laws of the simulation of fleets: nothing is lost, an idle fleet is as fast as measured, more never worse."""
 
 import json
 
@@ -113,7 +113,11 @@ def test_a_simulation_that_loses_requests_is_found(monkeypatch):
 
 def test_a_sweep_has_every_fleet_at_the_same_rates(tmp_path):
   fleets = goodput.fleets(3, 4, 64)
-  assert [fleet.name for fleet in fleets] == ["3 colocated, chunks of 64", "1 prefill : 2 decode", "2 prefill : 1 decode"]
+  assert [fleet.name for fleet in fleets] == [
+    "3 colocated, chunks of 64",
+    "1 prefill : 2 decode",
+    "2 prefill : 1 decode",
+  ]
   promise = goodput.promise(TIMES, 200, 4)
   assert promise == (pytest.approx(3 * goodput._linear(TIMES.prefill)(200)), pytest.approx(1.5 * (0.02 + 0.01 / 7)))
   sweep = goodput.sweep(TIMES, fleets, lambda rate: ask(rate, count=60), promise, scales=(0.5, 1.0), points=4)
@@ -143,8 +147,14 @@ def test_files_and_fleets_that_make_no_sense_are_refused(tmp_path):
   file.write_text(json.dumps({**TIMES._asdict(), "step": [[4, 1.0], [2, 1.0]]}))
   with pytest.raises(ValueError, match="ascending"):
     goodput.read_times(file)
-  for fleet in (Fleet(prefill=1), Fleet(decode=2), Fleet(), Fleet(together=1, prefill=1, decode=1), Fleet(together=1, slots=0)):
-    with pytest.raises(ValueError, match="fleet|slot"):
+  for fleet in (
+    Fleet(prefill=1),
+    Fleet(decode=2),
+    Fleet(),
+    Fleet(together=1, prefill=1, decode=1),
+    Fleet(together=1, slots=0),
+  ):
+    with pytest.raises(ValueError, match=r"fleet|slot"):
       simulate([Asked(0, 1, 1)], TIMES, fleet)
   with pytest.raises(ValueError, match="two devices"):
     goodput.fleets(1, 4, 64)

@@ -1,15 +1,19 @@
 """A text is the same wherever its row is decoded: prefill and decode in one batch, two devices, or two processes."""
 
+import dataclasses
 import threading
 
 import jax
 import numpy as np
 import pytest
-from fixtures import Letters, facade, prompts, rand_lm
+from fixtures import CONFIG, Letters, facade, prompts, rand_lm
 
+from decoder.checkpoint import Checkpoint
+from decoder.generate import LM
 from decoder.serving import apart, engine, rows, transfer
 from decoder.settings import Settings
-from decoder.strategies import autoregressive as plain
+from decoder.sharding import Sharding, mesh_for
+from decoder.strategies import insert
 
 PROMPTS = prompts([5, 40, 17, 70, 9, 33], size=58)
 SETTINGS = [
@@ -86,7 +90,6 @@ def test_disaggregated_is_bit_equal_to_colocated(lm, programs, colocated):
 
 def test_a_row_whose_key_is_lost_writes_another_text(lm, programs, colocated, monkeypatch):
   """Negative control: the tests see it where one leaf of a row does not arrive."""
-  insert = plain.insert
 
   def without_key(state, rows_R, other):
     return insert(state, rows_R, other).replace(key_B=state.key_B)
@@ -111,13 +114,6 @@ def test_devices_of_one_process_hand_rows_over(lm, colocated):
 
 def facade_over(devices):
   """RAND-LM over a mesh of two devices, its heads divided."""
-  import dataclasses
-
-  from decoder.checkpoint import Checkpoint
-  from decoder.generate import LM
-  from decoder.sharding import Sharding, mesh_for
-  from fixtures import CONFIG
-
   network, params = rand_lm()
   placement = Sharding(mesh_for({"tensor": 2}, network.cache_spec, [4], devices))
   named = jax.tree_util.tree_map_with_path(
@@ -181,7 +177,9 @@ def test_a_released_row_frees_its_slot_and_leaves_nothing(lm, programs):
   assert (told, emission.count_B.tolist()) == ([(second, "b")], [0, 2])
   while slots.busy:
     slots.step(64)
-  assert (np.asarray(slots.state.cache.layouts["global"].positions_BS) < 0).all(), "an ended row frees its slot by itself"
+  assert (np.asarray(slots.state.cache.layouts["global"].positions_BS) < 0).all(), (
+    "an ended row frees its slot by itself"
+  )
 
 
 def test_what_cannot_be_served_is_refused_at_once(lm, programs):

@@ -127,9 +127,12 @@ def prefill() -> None:
   listener = transfer.listen()
   print(listener.getsockname()[1], flush=True)
   while True:
-    with transfer.accept(listener) as connection:
-      transfer.greet(connection, _identity(lm, programs))
-      apart.serve(connection, engine.Prefill(programs), engine.fields_for(request, programs))
+    try:
+      with transfer.accept(listener) as connection:
+        transfer.greet(connection, _identity(lm, programs))
+        apart.serve(connection, engine.Prefill(programs), engine.fields_for(request, programs))
+    except transfer.TransferError as error:  # the next one may be better
+      print(f"prefill: {error}", file=sys.stderr, flush=True)
 
 
 def decode() -> None:

@@ -131,7 +131,7 @@ def move_times(
   def move(row: Row) -> None:
     sender = threading.Thread(target=send_row, args=(there, 0, row))
     sender.start()
-    while not (arrived := source.turn()):
+    while not (arrived := source.turn(idle=False)):
       pass
     sender.join()
     slots.release([slots.insert(arrived[0][1], 0)])

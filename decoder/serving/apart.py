@@ -10,13 +10,15 @@ import concurrent.futures
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from decoder.reader import Request
 from decoder.serving.engine import Prefill, Reading, Slots, fields_for
 from decoder.serving.rows import Leaf, Row, buffer_of, held_by, pack, pack_row, room_for
-from decoder.serving.transfer import Connection, TransferError
+from decoder.serving.transfer import Connection, Message, PeerGone
 
+_MOMENT = 0.02  # seconds that an idle turn waits for the stream
 BUDGET = 1 << 20  # bytes taken from the stream a turn: about 1 ms of a core, checksum and all
 
 
@@ -30,10 +32,10 @@ class Written(NamedTuple):
 
 
 class Source(Protocol):
-  """Where rows come from."""
+  """Where rows come from. idle: no row waits for the turn's end, so it may take longer."""
 
   def submit(self, number: int, fields: dict[str, Any]) -> None: ...
-  def turn(self) -> list[tuple[int, Row]]: ...
+  def turn(self, idle: bool) -> list[tuple[int, Row]]: ...
 
 
 class Here:
@@ -47,7 +49,7 @@ class Here:
   def submit(self, number: int, fields: dict[str, Any]) -> None:
     self._waiting.append((number, fields))
 
-  def turn(self) -> list[tuple[int, Row]]:
+  def turn(self, idle: bool) -> list[tuple[int, Row]]:
     if self._reading is None:
       if not self._waiting:
         return []
@@ -73,8 +75,8 @@ class There:
     leaves, arrays = pack(fields)
     self._connection.send({"kind": "read", "number": number, "leaves": leaves}, [buffer_of(x) for x in arrays])
 
-  def turn(self) -> list[tuple[int, Row]]:
-    message = self._connection.poll(self._budget)
+  def turn(self, idle: bool) -> list[tuple[int, Row]]:
+    message = self._connection.receive(_MOMENT) if idle else self._connection.poll(self._budget)
     if message is None:
       return []
     return [(message.header["number"], message.payload.whole())]
@@ -97,15 +99,16 @@ def serve(connection: Connection, prefill: Prefill, like: dict[str, Any]) -> int
     return made, made.parts
 
   connection.prepare, done = room, 0
+  waiting: collections.deque[Message] = collections.deque()
   with concurrent.futures.ThreadPoolExecutor(1) as sender:
     sending: concurrent.futures.Future | None = None
     while True:
       try:
-        message = connection.receive()
-      except TransferError as error:
-        if "the peer is gone" in str(error):
-          return done
-        raise
+        while (message := connection.poll() if waiting else connection.receive()) is not None:
+          waiting.append(message)  # all that has come, or a peer with many would wait until it gives this one up
+      except PeerGone:
+        return done
+      message = waiting.popleft()
       row = prefill.read(message.payload.whole())
       if sending is not None:
         sending.result()
@@ -147,7 +150,7 @@ class Desk:
   def turn(self) -> list[Written]:
     """Lets prompts be read for a bounded piece, then decodes a token of every row that has a slot."""
     written = []
-    for number, row in self._source.turn():
+    for number, row in self._source.turn(not self._slots.busy):
       written.append(_first(number, row))
       if written[-1].finish == 0:
         self._arrived.append((number, row))
@@ -166,8 +169,6 @@ def _first(number: int, row: Row) -> Written:
 
 
 def _written(number: int, slot: int, emission: Any) -> Written:
-  import jax
-
   count = int(emission.count_B[slot])
   details = jax.tree.map(lambda leaf: np.asarray(leaf)[slot, :count], emission.info.details)
   return Written(number, emission.tokens_BN[slot, :count].tolist(), int(emission.info.finish_B[slot]), details)

@@ -103,6 +103,7 @@ class Slots:
     nobody = Request((), settings, 0, 0, 0, (), None, None)
     self.state: State = programs.begin(capacity, fields_of([nobody] * batch, programs, capacity, 0))
     self.owners: list[Any] = [None] * batch  # whose each row is
+    self._shapes: dict[int, Row] = {}
 
   @functools.cached_property
   def emitted(self) -> Emission:
@@ -119,7 +120,10 @@ class Slots:
 
   def shapes(self, tokens: int) -> Row:
     """The shapes of a Row of so many tokens for this batch."""
-    return shapes_of(self.state, self.emitted, slots_for(tokens))
+    slots = slots_for(tokens)
+    if slots not in self._shapes:  # tracing them takes as long as a step
+      self._shapes[slots] = shapes_of(self.state, self.emitted, slots)
+    return self._shapes[slots]
 
   def insert(self, row: Row, owner: Any) -> int:
     """Gives a free slot to a Row, from any device or from numpy, for its `owner` (anything but None); which slot.

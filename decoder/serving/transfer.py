@@ -35,6 +35,10 @@ class TransferError(ConnectionError):
   """The stream broke off, is damaged, or the peer is not what it should be; it is closed."""
 
 
+class PeerGone(TransferError):
+  """The peer closed the stream between two messages, as one that has no more to say does."""
+
+
 class Message(NamedTuple):
   """header: plain data. payload: what `room` made of the header, its memory filled; None for a message without."""
 
@@ -84,8 +88,11 @@ class Connection:
       except OSError as error:
         raise self._broken(f"the connection broke: {error}") from error
       if count == 0:
-        raise self._broken(
-          "the peer closed the stream in the middle of a message" if self._within else "the peer is gone"
+        self.close()
+        raise (
+          TransferError("the peer closed the stream in the middle of a message")
+          if self._within
+          else PeerGone("the peer is gone")
         )
       budget -= count
       self._fill(count)

@@ -19,6 +19,7 @@ import entry
 from absl import flags
 
 FLAGS = flags.FLAGS
+_PATIENCE = 120.0  # seconds; longer than a program takes to compile on a busy core
 entry.define_model_flags()
 flags.DEFINE_multi_integer(
   "chunk", [512, 64], "Tokens that the process doing both reads between two steps; repeatable."
@@ -111,7 +112,9 @@ def _load():
   if FLAGS.role == "prefill":
     return lm, programs, request
   rows = 1 << (FLAGS.rows + FLAGS.burst - 1).bit_length()
-  return lm, programs, Slots(programs, rows, FLAGS.capacity, request.settings)
+  slots = Slots(programs, rows, FLAGS.capacity, request.settings)
+  slots.prepare((FLAGS.prompt, FLAGS.long))
+  return lm, programs, slots
 
 
 def _identity(lm, programs):
@@ -128,7 +131,7 @@ def prefill() -> None:
   print(listener.getsockname()[1], flush=True)
   while True:
     try:
-      with transfer.accept(listener) as connection:
+      with transfer.accept(listener, patience=_PATIENCE) as connection:
         transfer.greet(connection, _identity(lm, programs))
         apart.serve(connection, engine.Prefill(programs), engine.fields_for(request, programs))
     except transfer.TransferError as error:  # the next one may be better
@@ -140,7 +143,7 @@ def decode() -> None:
   from decoder.serving import apart, transfer
 
   lm, programs, slots = _load()
-  with transfer.connect(transfer.HOST, FLAGS.port) as connection:
+  with transfer.connect(transfer.HOST, FLAGS.port, patience=_PATIENCE) as connection:
     transfer.greet(connection, _identity(lm, programs))
     desk = apart.Desk(apart.There(connection, slots, FLAGS.budget), slots)
     print(json.dumps(compare(desk, lm, _work(), FLAGS.rounds)), flush=True)

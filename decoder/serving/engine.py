@@ -100,10 +100,21 @@ class Slots:
     if programs.rows(batch) != batch:
       raise ValueError(f"this mesh divides rows: batch must be {programs.rows(batch)} rather than {batch}")
     self.programs, self.capacity = programs, capacity
-    nobody = Request((), settings, 0, 0, 0, (), None, None)
-    self.state: State = programs.begin(capacity, fields_of([nobody] * batch, programs, capacity, 0))
+    self._nobody = Request((), settings, 0, 0, 0, (), None, None)
+    self.state: State = self._empty(batch, capacity)
     self.owners: list[Any] = [None] * batch  # whose each row is
     self._shapes: dict[int, Row] = {}
+
+  def prepare(self, lengths: Sequence[int]) -> None:
+    """Compiles what rows of prompts of these lengths will need, before a peer waits for it."""
+    self.programs.prepare_loop(self.state)
+    self.state = self.programs.vacate(self.state, np.zeros(len(self.owners), bool))
+    for slots in sorted({slots_for(length) for length in lengths}):
+      state = self.programs.cut(self._empty(1, bucket(slots + 1, SMALLEST_CAPACITY)), slots)
+      row = self._placed(Row(state, self.emitted))
+      nowhere = np.full(len(state.length_B), len(self.owners), np.int32)  # rows beyond the batch are dropped
+      self.state = self.programs.insert(self.state, nowhere, row.state)
+      self.shapes(slots)
 
   @functools.cached_property
   def emitted(self) -> Emission:
@@ -136,8 +147,7 @@ class Slots:
     if not held_by(row.state):
       raise ValueError("the row has ended with its first token; there is nothing to decode")
     slot = self.owners.index(None)
-    context_BL = row.state.context_BL[:, : self.capacity]
-    row = across(row._replace(state=row.state.replace(context_BL=context_BL)), self.programs.placement)
+    row = self._placed(row)
     self.state = self.programs.insert(self.state, np.array([slot], np.int32), row.state)
     self.owners[slot] = owner
     return slot
@@ -160,3 +170,11 @@ class Slots:
     self.state = self.programs.vacate(self.state, rows_B)
     for slot in slots:
       self.owners[slot] = None
+
+  def _placed(self, row: Row) -> Row:
+    """The Row beside this batch, its context no longer than this one's."""
+    context_BL = row.state.context_BL[:, : self.capacity]
+    return across(row._replace(state=row.state.replace(context_BL=context_BL)), self.programs.placement)
+
+  def _empty(self, batch: int, capacity: int) -> State:
+    return self.programs.begin(capacity, fields_of([self._nobody] * batch, self.programs, capacity, 0))

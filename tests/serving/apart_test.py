@@ -209,6 +209,14 @@ def test_nothing_compiles_after_the_first_rows(lm, programs):
     while slots.busy:
       slots.step(4)
 
+  slots.prepare((30, 65))
+  prepared = lm._compiler.seconds
+  row = prefill.read(engine.fields_for(lm.request(PROMPTS[3][:65], SETTINGS[3]), programs))
+  read = lm._compiler.seconds - prepared
+  slots.insert(row, 0)
+  slots.step(64)
+  assert lm._compiler.seconds == prepared + read, "the batch was prepared"
+  assert not slots.busy
   for length in (30, 65):  # two sizes of rows
     serve(PROMPTS[3][:length], SETTINGS[3])
   before = lm._compiler.seconds

@@ -55,7 +55,8 @@ def measure(file: Path) -> None:
 
   lm = entry.load({})
   settings = lm.request([0], max_new_tokens=1).settings
-  programs, capacity = lm.programs([settings]).in_chunks(FLAGS.chunk), 2 * max(*FLAGS.length, FLAGS.held)
+  programs = lm.programs([settings]).in_chunks(FLAGS.chunk)
+  capacity = 1 << (2 * max(*FLAGS.length, FLAGS.held) - 1).bit_length()
   pair = tuple(Connection(end) for end in socket.socketpair())
   times = {
     "prefill": apart.prefill_times(lm, programs, sorted(FLAGS.length)),

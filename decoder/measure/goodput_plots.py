@@ -35,5 +35,5 @@ def draw(sweep: Sweep, facts: dict[str, Any], file: Path) -> None:
     one.legend(frameon=False, fontsize=8)
   ttft, tpot = sweep.promise
   figure.suptitle(f"Goodput, promised TTFT {ttft:.2g} s and TPOT {1e3 * tpot:.0f} ms: {facts['model']}", fontsize=11)
-  figure.supxlabel(f"simulated from times of one core of {machine.line(facts)}", fontsize=7, color="dimgrey")
+  figure.supxlabel(f"simulated from times of {machine.line(facts)}", fontsize=7, color="dimgrey")
   figure.savefig(file, dpi=110)

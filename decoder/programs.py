@@ -5,6 +5,7 @@ two, caches have a power of two of slots, batches a power of two of rows. Everyt
 """
 
 import contextlib
+import copy
 import functools
 import threading
 import time
@@ -22,7 +23,19 @@ from decoder.ops.kernels.channel import over
 from decoder.sampling import request_key
 from decoder.settings import Settings
 from decoder.sharding import Placement
-from decoder.strategies import State, Told, asking, autoregressive, forward_telling, init, pending, run
+from decoder.strategies import (
+  State,
+  Told,
+  asking,
+  autoregressive,
+  cut,
+  forward_telling,
+  init,
+  insert,
+  pending,
+  run,
+  vacate,
+)
 from decoder.strategies.loop import Run
 from decoder.types import Array, Emission, Strategy
 
@@ -84,6 +97,7 @@ class Programs:
 
   cache_type: type = Cache  # what they go on from
   block = 1
+  chunk = CHUNK  # most prompt tokens read at once
   runs_ahead = True  # a next call needs nothing of what the host reads from the last
 
   def __init__(
@@ -117,6 +131,18 @@ class Programs:
     """What guessing ahead came to in each row; None where nothing was guessed ahead."""
     return [None] * state.length_B.shape[0]
 
+  def in_chunks(self, size: int) -> "Programs":
+    """The same programs, but prompts are read `size` tokens at a time. ValueError unless it is a power of two."""
+    if size != bucket(size, SMALLEST_CHUNK):
+      raise ValueError(f"prompts are read in chunks of a power of two of tokens, {SMALLEST_CHUNK} or more, got {size}")
+    other = copy.copy(self)
+    other.chunk = size
+    return other
+
+  def emitted(self, state: State) -> Emission:
+    """The shapes of what `read` emits for such a State."""
+    return jax.eval_shape(self._strategy.step, self._params, state)[1]
+
   def begin(self, capacity: int, fields: dict[str, Any], cache: Any = None) -> Any:
     """A State for the requests in `fields` (numpy, see `_begin`), on a new cache or on `cache`, which is given away."""
     rows = fields["length_B"].shape[0]
@@ -139,9 +165,9 @@ class Programs:
   def prepare(self, state: State, lengths: Sequence[int], held: int = 0, *, loop: bool = True) -> None:
     """Compiles what `read` and `loop` will need, so that neither stops to do so."""
     start_B = np.zeros(state.length_B.shape, np.int32)
-    last, before = _chunks(lengths, held)
+    last, before = _chunks(lengths, held, self.chunk)
     if before:
-      self._chunk(CHUNK, state, start_B)
+      self._chunk(self.chunk, state, start_B)
     self._last(last, state, start_B)
     if loop:
       self._loop(state)
@@ -150,16 +176,16 @@ class Programs:
     """What to call `read_chunk` with, in order, before `read`: prompts of `lengths` tokens, `held` of them in the
     cache already, of every row. Chunks are aligned to the prompts' ends, so that the last holds every row's last token.
     """
-    return range(_chunks(lengths, held)[1], 0, -1)
+    return range(_chunks(lengths, held, self.chunk)[1], 0, -1)
 
   def read_chunk(self, state: State, lengths: Sequence[int], held: int, chunk: int) -> State:
-    """Reads one chunk of CHUNK tokens of the prompts into the cache."""
-    start_B = self._start_of_last(state, lengths, held) - np.int32(chunk * CHUNK)
-    return self._chunk(CHUNK, state, start_B)(state, start_B)
+    """Reads one chunk of the prompts into the cache."""
+    start_B = self._start_of_last(state, lengths, held) - np.int32(chunk * self.chunk)
+    return self._chunk(self.chunk, state, start_B)(state, start_B)
 
   def read(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Emission]:
     """Reads the prompts' last chunk, after the others, and draws the first token of each row."""
-    last, start_B = _chunks(lengths, held)[0], self._start_of_last(state, lengths, held)
+    last, start_B = _chunks(lengths, held, self.chunk)[0], self._start_of_last(state, lengths, held)
     return self._last(last, state, start_B)(state, start_B)
 
   def loop(self, state: State, limit: int) -> Run:
@@ -189,27 +215,27 @@ class Programs:
 
   def read_half(self, state: State, lengths: Sequence[int], held: int = 0) -> tuple[State, Array]:
     """Like `read`, up to the draw: gives the logits that `draw` takes."""
-    last, start_B = _chunks(lengths, held)[0], self._start_of_last(state, lengths, held)
+    last, start_B = _chunks(lengths, held, self.chunk)[0], self._start_of_last(state, lengths, held)
     return self._forward(last, state, start_B)(state, start_B)
 
   def tell_chunk(self, state: State, lengths: Sequence[int], number: int, chunk: int) -> tuple[State, Array, Told]:
     """Reads one chunk of the prompts from an empty cache, as `read_chunk` (0: the last, as `read_half`), and tells of
     the tokens after those it reads, with `number` alternatives."""
-    size = CHUNK if chunk else _chunks(lengths, 0)[0]
-    start_B = self._start_of_last(state, lengths, 0) - np.int32(chunk * CHUNK)
+    size = self.chunk if chunk else _chunks(lengths, 0, self.chunk)[0]
+    start_B = self._start_of_last(state, lengths, 0) - np.int32(chunk * self.chunk)
     return self._telling(size, number, state, start_B)(state, start_B)
 
   def prepare_reading(self, state: State, lengths: Sequence[int], held: int = 0, number: int | None = None) -> Any:
     """Compiles what `read_chunk` and `read_half` will need, or `tell_chunk` where `number` is given; the shape of the
     logits that come of it."""
     start_B = np.zeros(state.length_B.shape, np.int32)
-    last, before = _chunks(lengths, held)
+    last, before = _chunks(lengths, held, self.chunk)
     if number is not None:
-      for size in {CHUNK, last} if before else {last}:
+      for size in {self.chunk, last} if before else {last}:
         self._telling(size, number, state, start_B)
     else:
       if before:
-        self._chunk(CHUNK, state, start_B)
+        self._chunk(self.chunk, state, start_B)
       self._forward(last, state, start_B)
     return jax.eval_shape(lambda params, state: self._strategy.forward(params, state)[1], self._params, state)
 
@@ -234,6 +260,20 @@ class Programs:
     """Compiles what `fork` will need; the shapes that come of it."""
     self._fork(*arguments)
     return jax.eval_shape(_forked, *arguments)
+
+  def cut(self, state: State, slots: int) -> State:
+    """`strategies.cut`: a State in so few slots, to be moved."""
+    key, what = ("cut", slots, signature(state)), f"a cut to {slots} slots"
+    return self._compile(key, what, lambda state: cut(state, slots), None, state)(state)
+
+  def insert(self, state: State, rows_R: np.ndarray, other: State) -> State:
+    """`strategies.insert`: rows of `other`, which is on the same devices, go on as rows of `state`."""
+    key, what = ("insert", signature(state), signature(other)), f"rows put into a batch of {len(state.length_B)}"
+    return self._compile(key, what, insert, 0, state, rows_R, other)(state, rows_R, other)
+
+  def vacate(self, state: State, rows_B: np.ndarray) -> State:
+    """`strategies.vacate`: ends rows, and forgets them."""
+    return self._compile(("vacate", signature(state)), "rows that end", vacate, 0, state, rows_B)(state, rows_B)
 
   def forward(self, state: State) -> tuple[State, Array]:
     """Reads each row's last token, and guesses of what follows; gives the logits that `draw_further` takes. Returns
@@ -267,7 +307,7 @@ class Programs:
     """Where the last chunk starts in each row; negative where it is longer than the row."""
     start_B = np.zeros(state.length_B.shape, np.int32)  # rows that pad the batch keep length 0
     start_B[: len(lengths)] = lengths
-    return start_B - np.int32(_chunks(lengths, held)[0])
+    return start_B - np.int32(_chunks(lengths, held, self.chunk)[0])
 
   def _chunk(self, size: int, state: State, start_B: np.ndarray) -> Callable:
     def program(params: Any, state: State, start_B: Array) -> State:
@@ -361,11 +401,11 @@ class Programs:
     return self._compiled[key]
 
 
-def _chunks(lengths: Sequence[int], held: int) -> tuple[int, int]:
-  """Tokens of the last chunk, and how many chunks of CHUNK come before it."""
+def _chunks(lengths: Sequence[int], held: int, most: int) -> tuple[int, int]:
+  """Tokens of the last chunk, and how many chunks of `most` come before it."""
   rest = max(max(lengths) - held, 1)
-  last = bucket(min(rest, CHUNK), SMALLEST_CHUNK)
-  return last, -(-max(rest - last, 0) // CHUNK)
+  last = bucket(min(rest, most), SMALLEST_CHUNK)
+  return last, -(-max(rest - last, 0) // most)
 
 
 def _begin(cache: Any, fields: dict[str, Any]) -> State:

@@ -109,3 +109,10 @@ class Branching:
 
   def insert_buffer(self, buffer: Array, rows_R: Array, other_buffer: Array) -> Array:
     return buffer.at[rows_R].set(other_buffer.astype(buffer.dtype), mode="drop")
+
+  def trim(self, slots: int) -> "Branching":
+    """Always ValueError: `insert` wants all slots."""
+    raise ValueError(f"rows of beams cannot be cut to {slots} slots; move them whole, or before spread()")
+
+  def trim_buffer(self, buffer: Array, slots: int) -> Array:
+    return buffer[:, :, :slots]

@@ -176,6 +176,14 @@ class Cache:
     extent = self.extent_B.at[rows_R].set(other.extent_B, mode="drop")
     return self.replace(layouts=layouts, layers=layers, extent_B=extent)
 
+  def trim(self, slots: int) -> "Cache":
+    """The same rows with their first `slots` slots alone, to be moved and inserted elsewhere: tokens are read in the
+    order of their positions there, and those in other slots are lost. Also of a cache of numpy arrays, and then without
+    a copy."""
+    layouts = {name: layout.trim(slots) for name, layout in self.layouts.items()}
+    layers = self._each_buffer(lambda layout, x: layout.trim_buffer(x, slots))
+    return self.replace(layouts=layouts, layers=layers)
+
   @property
   def form(self) -> tuple:
     """What tells two compilations of a program over caches of one model apart."""

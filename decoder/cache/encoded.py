@@ -45,6 +45,13 @@ class Encoded(Contiguous):
       raise ValueError("insert() wants caches whose rows read sources of their own; insert before select()")
     return super().insert(rows_R, other)
 
+  def trim(self, slots: int) -> "Encoded":
+    """Itself: what an encoder has read stays whole, however little has been written."""
+    return self
+
+  def trim_buffer(self, buffer: Array, slots: int) -> Array:
+    return buffer
+
   def _chosen(self, x: Array) -> Array:
     return x if self.rows_B is None else x[self.rows_B]
 

@@ -40,6 +40,8 @@ class Layout(Protocol):
   def select_buffer(self, buffer: Array, rows_R: Array) -> Array: ...
   def insert(self, rows_R: Array, other: "Layout") -> "Layout": ...
   def insert_buffer(self, buffer: Array, rows_R: Array, other_buffer: Array) -> Array: ...
+  def trim(self, slots: int) -> "Layout": ...
+  def trim_buffer(self, buffer: Array, slots: int) -> Array: ...
 
 
 @struct.dataclass
@@ -124,6 +126,14 @@ class Contiguous:
 
   def insert_buffer(self, buffer: Array, rows_R: Array, other_buffer: Array) -> Array:
     return buffer.at[rows_R, :, : other_buffer.shape[2]].set(other_buffer.astype(buffer.dtype), mode="drop")
+
+  def trim(self, slots: int) -> "Contiguous":
+    """The first `slots` slots alone, for another layout's `insert`; tokens in others are lost."""
+    slots = min(slots, self.positions_BS.shape[1])
+    return self.replace(positions_BS=self.positions_BS[:, :slots], capacity=slots, block=slots)
+
+  def trim_buffer(self, buffer: Array, slots: int) -> Array:
+    return buffer[:, :, :slots]
 
   def _slots(self, positions_BT: Array) -> Array:
     outside = (positions_BT < 0) | (positions_BT >= self.capacity)

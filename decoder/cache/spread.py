@@ -73,6 +73,12 @@ class Spread(Contiguous):
   def insert_buffer(self, buffer: Array, rows_R: Array, other_buffer: Array) -> Array:
     return buffer.at[rows_R].set(self._widened(other_buffer, 2, 0).astype(buffer.dtype), mode="drop")
 
+  def trim(self, slots: int) -> "Spread":
+    """Always ValueError: the first slots are not those of the first positions."""
+    raise ValueError(
+      f"rows whose slots are divided among devices cannot be cut to {slots}; use a mesh without sequence"
+    )
+
   def _widened(self, x: Array, axis: int, spare: int) -> Array:
     """The slots of a smaller layout where this one has them."""
     room, held, shards = self.positions_BS.shape[1], x.shape[axis], self.mesh.shape[AXIS]

@@ -10,7 +10,7 @@ from typing import Any
 from decoder.measure import breakdown, machine
 from decoder.measure.plan import Plan, Planner
 
-_COLOURS = (
+COLOURS = (
   "#0072b2",
   "#d55e00",
   "#009e73",
@@ -62,13 +62,13 @@ def draw_training(log: Sequence[Point], file: Path) -> None:
   figure = Figure((wide * 1.5, high) if kept else _SIZE, layout="constrained")
   axes, *others = figure.subplots(1, 2 if kept else 1, squeeze=False)[0]
   steps = [line["step"] for line in log]
-  for name, label, colour in (("loss", "training", _COLOURS[5]), ("held_out", "held out", _COLOURS[0])):
+  for name, label, colour in (("loss", "training", COLOURS[5]), ("held_out", "held out", COLOURS[0])):
     axes.plot(steps, [line[name] for line in log], "o-", label=label, color=colour, markersize=3)
   axes.set(xlabel="step", ylabel="nats a token", title="Training")
   for other in others:
     for number, name in enumerate(kept):
       label = f"guess {name.removeprefix('kept_')}"
-      other.plot(steps, [line[name] for line in log], "o-", label=label, color=_COLOURS[number], markersize=3)
+      other.plot(steps, [line[name] for line in log], "o-", label=label, color=COLOURS[number], markersize=3)
     other.set(xlabel="step", ylabel="share kept at temperature 1", title="Guesses, held out", ylim=(0, 1))
   for one in (axes, *others):
     one.legend(frameon=False)
@@ -249,4 +249,4 @@ def _plain() -> Any:
 
 
 def _cycle(things: Sequence[Any]) -> list[str]:
-  return [_COLOURS[i % len(_COLOURS)] for i in range(len(things))]
+  return [COLOURS[i % len(COLOURS)] for i in range(len(things))]

@@ -11,7 +11,17 @@ from decoder.strategies.accompanied import (
   second_model,
 )
 from decoder.strategies.asking import announced, answered, asking, told_width
-from decoder.strategies.autoregressive import Finish, State, autoregressive, init, pending, release
+from decoder.strategies.autoregressive import (
+  Finish,
+  State,
+  autoregressive,
+  cut,
+  init,
+  insert,
+  pending,
+  release,
+  vacate,
+)
 from decoder.strategies.beam import Plan, Search, beam, hypotheses, spread
 from decoder.strategies.beam_rules import Early, Rules
 from decoder.strategies.drafted import drafted
@@ -51,6 +61,7 @@ __all__ = [
   "autoregressive",
   "beam",
   "branching",
+  "cut",
   "drafted",
   "drafting",
   "feature_head",
@@ -59,6 +70,7 @@ __all__ = [
   "guided",
   "hypotheses",
   "init",
+  "insert",
   "lookup",
   "pending",
   "read_negative",
@@ -70,4 +82,5 @@ __all__ = [
   "stream",
   "told_width",
   "unread",
+  "vacate",
 ]

@@ -128,6 +128,41 @@ def release(state: State, rows_B: Array) -> State:
   return state.replace(finish_B=finish_B.astype(jnp.int8), positions_BT=positions_BT)
 
 
+def cut(state: State, slots: int) -> State:
+  """The State in the first `slots` slots of its cache, to be moved and inserted elsewhere, with a context of one token
+  more: the one that was drawn and is not in the cache yet."""
+  return state.replace(cache=state.cache.trim(slots), context_BL=state.context_BL[:, : slots + 1])
+
+
+def insert(state: State, rows_R: Array, other: State) -> State:
+  """Row r of `other` replaces row rows_R[r] and goes on there as it would have gone on by itself; rows_R ≥ B are
+  dropped. `other` may have room for fewer tokens, end ids and entries of its settings' lists. ValueError for more."""
+
+  def put(x: Array, y: Array) -> Array:
+    spare = [(0, room - size) for room, size in zip(x.shape, y.shape)][1:]
+    if any(after < 0 for _, after in spare):
+      raise ValueError(
+        f"insert() wants rows of at most {x.shape[1:]} entries, got {y.shape[1:]}; make room for as many"
+      )
+    if any(after for _, after in spare):
+      y = jnp.pad(y, [(0, 0), *spare], constant_values=NONE)
+    return x.at[rows_R].set(y, mode="drop")
+
+  mine, its = (one.replace(cache=None, context_BL=None) for one in (state, other))
+  if other.context_BL.shape[1] > state.context_BL.shape[1]:
+    raise ValueError(
+      f"insert() wants rows of at most {state.context_BL.shape[1]} tokens, got {other.context_BL.shape[1]}"
+    )
+  context_BL = state.context_BL.at[rows_R, : other.context_BL.shape[1]].set(other.context_BL, mode="drop")
+  return jax.tree.map(put, mine, its).replace(cache=state.cache.insert(rows_R, other.cache), context_BL=context_BL)
+
+
+def vacate(state: State, rows_B: Array) -> State:
+  """Releases rows (bool) and forgets what the cache holds of them, so that others need not look past it."""
+  length_B = jnp.where(rows_B, 0, state.length_B)
+  return release(state, rows_B).replace(cache=state.cache.truncate(length_B))
+
+
 def without_padding(logits: Array, vocab_size: int | None) -> Array:
   """Logits [..., V], −inf at ids that no text has; None: all ids stand for something."""
   if vocab_size is None or vocab_size >= logits.shape[-1]:

@@ -91,7 +91,7 @@ def draw_memory(name: str, planner: Planner, plan: Plan, file: Path) -> None:
     "cache": [need.cache / 1e9 for need in needs],
     "all else": [(need.total - need.weights - need.cache) / 1e9 for need in needs],
   }
-  axes.stackplot(contexts, *parts.values(), labels=parts, colors=[_COLOURS[5], _COLOURS[4], _COLOURS[3]], alpha=0.8)
+  axes.stackplot(contexts, *parts.values(), labels=parts, colors=[COLOURS[5], COLOURS[4], COLOURS[3]], alpha=0.8)
   axes.axhline(planner.topology.device.memory / 1e9, color="black", linestyle="--", label="a device's memory")
   axes.axvline(plan.case.context, color="dimgrey", linestyle=":", label="asked for")
   axes.set(xlabel="tokens of each row", ylabel="GB a device", xlim=(contexts[0], contexts[-1]), ylim=(0, None))

@@ -8,6 +8,7 @@ would wait for the call that they are at. What ends a process ends all, with the
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -206,11 +207,17 @@ def join(
 
 def facts() -> dict[str, str]:
   """What must be the same for processes to give out the same calls: versions, and a digest of this library's code."""
-  home, digest = Path(__file__).parent, hashlib.sha256()
-  for file in sorted(home.rglob("*.py")):
-    digest.update(str(file.relative_to(home)).encode() + file.read_bytes())
   versions = {"Python": platform.python_version(), "JAX": jax.__version__, "jaxlib": jaxlib.__version__}
-  return {"the code of decoder": digest.hexdigest()[:12], **versions}
+  return {"the code of decoder": code()[:12], **versions}
+
+
+@functools.cache
+def code() -> str:
+  """A digest of this package's sources: its version, also of a checkout that is being worked on."""
+  root, whole = Path(__file__).parent, hashlib.sha256()
+  for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".cc", ".h")):
+    whole.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+  return whole.hexdigest()
 
 
 def digest_of(path: Path) -> str:

@@ -78,11 +78,12 @@ def define_weights_flag(default: str, *known: str) -> None:
 
 def weights() -> str | None:
   """What the library calls the choice of --weights. auto: a file's own bits change its logits by less than 0.02 and
-  are read several times faster by the CPU's kernels; without those, and on other devices, floats."""
+  are read several times faster by the CPU's kernels; without those, over a mesh and on other devices, floats."""
   if FLAGS.weights == "auto":
     from decoder.ops.kernels import build
 
-    return "keep" if FLAGS.dtype in (None, "float32") and build.ready() else None
+    over_mesh = "mesh" in FLAGS and FLAGS.mesh is not None
+    return "keep" if FLAGS.dtype in (None, "float32") and not over_mesh and build.ready() else None
   return None if FLAGS.weights == "float" else FLAGS.weights
 
 

@@ -9,7 +9,6 @@ This moves through host memory. Where devices of two processes can reach each ot
 stream is what works everywhere.
 """
 
-import functools
 import hashlib
 import importlib.util
 import json
@@ -19,10 +18,9 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import decoder
+from decoder.processes import code
 
 HOST = "127.0.0.1"  # nobody else's machine: whoever can connect can read prompts and fill memory
 PATIENCE = 20.0  # seconds
@@ -250,15 +248,6 @@ def identity(params: Any, form: Any) -> dict[str, str]:
     "code": code(),
     "byteorder": sys.byteorder,
   }
-
-
-@functools.cache
-def code() -> str:
-  """A digest of this package's sources: its version, also of a checkout that is being worked on."""
-  root, whole = Path(decoder.__file__).parent, hashlib.sha256()
-  for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".cc", ".h")):
-    whole.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-  return whole.hexdigest()
 
 
 def direct() -> bool:

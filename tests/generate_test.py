@@ -69,7 +69,7 @@ def test_stream_equals_generate_at_any_steps_per_call(lm, alone):
 
 def test_prompts_longer_than_a_chunk_equal_short_chunks(lm, alone, monkeypatch):
   """Chunking leaves no trace: 4 tokens a chunk instead of 512."""
-  monkeypatch.setattr("decoder.programs.CHUNK", 4)
+  monkeypatch.setattr("decoder.programs.Programs.chunk", 4)
   monkeypatch.setattr("decoder.programs.SMALLEST_CHUNK", 2)
   other = facade(*rand_lm(), Letters.build())
   assert other.generate(TEXTS[3], seed=3, **WARM).token_ids == alone[3].token_ids

@@ -124,7 +124,7 @@ def test_echo_in_chunks_slices_batches_sessions_and_streams(lm, monkeypatch):
   """However a prompt is read, the same is told of it."""
   texts = ["ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 2, "Q", "XYZ"]
   want = [[one.logprob for one in r.prompt_logprobs[1:]] for r in lm.generate(texts, prompt_logprobs=True, **WARM)]
-  monkeypatch.setattr("decoder.programs.CHUNK", 16)
+  monkeypatch.setattr("decoder.programs.Programs.chunk", 16)
   monkeypatch.setattr("decoder.strategies.telling.SLICE", 64 * 5)  # five rows of the head at a time
   other = facade(*rand_lm(), Letters.build())
   session = other.session()

@@ -23,7 +23,7 @@ def alone(lm):
 def chunked():
   """The same model, reading prompts 4 tokens at a time."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("decoder.programs.CHUNK", 4)
+    patch.setattr("decoder.programs.Programs.chunk", 4)
     patch.setattr("decoder.programs.SMALLEST_CHUNK", 2)
     yield facade(*rand_lm(), Letters.build())
 

@@ -203,7 +203,7 @@ def test_max_time_is_a_rows_own(slow):
 
 
 def test_max_time_is_looked_at_between_chunks_of_a_prompt(slow, monkeypatch):
-  monkeypatch.setattr("decoder.programs.CHUNK", 16)
+  monkeypatch.setattr("decoder.programs.Programs.chunk", 16)
   lm = slow(0.02)
   result = lm.generate([1] * 193, max_time=0.05)  # 12 chunks of 20 ms before the last
   assert (result.text, result.token_ids, result.finish_reason) == ("", (), "time")

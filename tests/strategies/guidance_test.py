@@ -165,7 +165,7 @@ def test_streams_and_sessions_equal_generate(alone):
 
 def test_long_prompts_in_chunks_equal_whole(alone, monkeypatch):
   for name, size in (
-    ("decoder.programs.CHUNK", 4),
+    ("decoder.programs.Programs.chunk", 4),
     ("decoder.guided.CHUNK", 4),
     ("decoder.programs.SMALLEST_CHUNK", 2),
   ):

@@ -37,7 +37,7 @@ ASKED = [
   Settings(choice=["yes yes yes yes no", "no"], seed=6, **WARM),
 ]
 PROMPTS = [[1], [2, 3, 4, 2, 3, 4, 2, 3], [3, 3], [4] * 20, [5, 6, 7], [8, 8, 8], [9] * 5]
-BOTH = pytest.mark.parametrize("way", ["one call", "two calls"])
+BOTH = pytest.mark.parametrize("way", ["one call", pytest.param("two calls", marks=pytest.mark.slow)])
 
 
 def ahead(settings, size=3):

@@ -85,6 +85,7 @@ def test_streams_stops_log_probs_and_constraints(lm, specs, kind):
   assert lm.generate(TEXTS, **ahead, **fits)[1].text == lm.generate(TEXTS, **COLD, **fits)[1].text
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_with_or_without(lm, specs):
   session, said = lm.session(capacity=64), [1, 2, 3, 1, 2]
   for speculate in ("off", specs["head"], specs["head"], specs["draft"], "lookup"):

@@ -29,6 +29,7 @@ def test_texts_of_a_ragged_batch_are_those_of_plain_decoding(lm):
     assert len(got.token_ids) == 1 + told.steps + told.accepted
 
 
+@pytest.mark.slow
 def test_a_text_that_repeats_itself_takes_fewer_steps(lm):
   """Two tokens to choose from, the most probable each time: soon it goes in a circle."""
   narrow = dict(COLD, allowed_tokens=[1, 2])
@@ -90,6 +91,7 @@ def test_c40_seeds_of_a_batch_belong_to_its_rows(lm):
   assert first.token_ids == third.token_ids != second.token_ids
 
 
+@pytest.mark.slow
 def test_c92_the_context_is_never_passed(lm):
   got = lm.generate(TEXTS[0], capacity=20, **{**COLD, "max_new_tokens": None}, **AHEAD)
   same(got, lm.generate(TEXTS[0], capacity=20, **{**COLD, "max_new_tokens": None}))

@@ -92,6 +92,7 @@ def test_lines_of_one_text_are_translated_once_unless_drawn():
 
 
 @pytest.mark.parametrize("settings", BOTH)
+@pytest.mark.slow
 def test_few_programs_are_compiled_for_many_lines(settings):
   fresh = translator.__wrapped__("marian", PLAIN)
   lines = texts(1000, 28, seed=3)
@@ -206,6 +207,7 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("settings", BOTH)
 @pytest.mark.parametrize("stop_after", [1, 2, 5])
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_batch_it_was_at(tmp_path, settings, stop_after):
   lines, batches = texts(60, seed=5), []
   planner = job(settings, 1200)

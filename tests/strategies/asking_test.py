@@ -102,6 +102,7 @@ def test_masks_one_place_too_far_are_found_out():
   assert got != bound_texts("sampled")
 
 
+@pytest.mark.slow
 def test_guesses_that_are_forbidden_are_never_kept():
   """One token is always guessed, and is what the model wants: it is kept up to the mask that forbids it."""
   forbidden = proposer(lambda context_L, length, size: (jnp.full(size, 63), jnp.int32(size)))

@@ -45,6 +45,7 @@ def trained(files, tmp_path_factory):
   return out, run(files, out)
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_checkpoint_translates(trained, files):
   out, model = trained
   log = loop.read_log(out)

@@ -4,6 +4,8 @@
 model that `load` takes, with the same vocabulary.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decoder import checkpoint
-from decoder.cache import Cache, Raw, allocate
+from decoder.cache import Cache, LayerSpec, Raw, allocate
 from decoder.checkpoint.fingerprint import fingerprint
 from decoder.checkpoint.source import read_json
 from decoder.models import registry
@@ -55,12 +57,7 @@ def _draft(lm: Any, name: str) -> Drafter:
     raise ValueError(f"draft:{name} is an encoder–decoder; a draft model goes on from the same text, as a decoder does")
   network = registry.build(loaded.config, lm.network.dtype)
   _same_vocabulary(lm, f"draft:{name}", loaded, network.vocab_size)
-
-  def empty(rows: int, capacity: int) -> Cache:
-    codec = Raw(network.dtype, bits=True)
-    return allocate(network.cache_spec, rows, capacity, codec=codec, layout=lm.placement.layout)
-
-  features = registry.feature_size(lm.network, lm.params)
+  features, empty = registry.feature_size(lm.network, lm.params), _caches(lm, network.cache_spec)
   return Drafter(second_model(network.model, empty), loaded.params, size(loaded.params) / size(lm.params), features)
 
 
@@ -110,9 +107,6 @@ def _as_head(lm: Any, config: dict[str, Any]) -> Head:
   network = lm.network
   run, spec = registry.draft_head(config, network.dtype)
 
-  def empty(rows: int, capacity: int) -> Cache:
-    return allocate(spec, rows, capacity, codec=Raw(network.dtype, bits=True), layout=lm.placement.layout)
-
   def forward(params: Both, tokens_BT: Array, features_BTD: Array, positions_BT: Array, cache: Cache) -> Any:
     vectors_BTD = look_up(network.tables(params.model)[0], tokens_BT).astype(network.dtype)
     return run(params.companion.head, vectors_BTD, features_BTD, positions_BT, cache)
@@ -122,7 +116,13 @@ def _as_head(lm: Any, config: dict[str, Any]) -> Head:
     nothing_BV = jnp.full((features_BD.shape[0], network.vocab_size), -jnp.inf)
     return nothing_BV.at[:, params.companion.ids_R].set(logits_BR)
 
-  return Head(empty, forward, logits, config["hidden_size"], network.dtype)
+  return Head(_caches(lm, spec), forward, logits, config["hidden_size"], network.dtype)
+
+
+def _caches(lm: Any, spec: Sequence[LayerSpec]) -> Callable[[int, int], Cache]:
+  """(rows, capacity) -> an empty cache of a companion, beside the model's own."""
+  codec, layout = Raw(lm.network.dtype, bits=True), lm.placement.layout
+  return functools.partial(allocate, spec, codec=codec, layout=layout)
 
 
 def _registered_for(name: str, target: str) -> Path:

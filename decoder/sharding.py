@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decoder.cache import CROSS, Cache, Contiguous, LayerSpec, Spreading
-from decoder.types import Array, Emission, QTensor
+from decoder.types import Array, Emission
 
 AXES = ("data", "expert", "sequence", "tensor", "group")  # of every mesh; those not asked for have size 1
 
@@ -122,8 +122,11 @@ class Sharding:
 
   def shardings(self, tree: Any, rules: Rules = STATE) -> Any:
     """The same as NamedShardings."""
-    specs = [NamedSharding(self.mesh, self._spec(path, leaf.shape, rules)) for path, leaf in _named(tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), specs)
+
+    def over(spec: PartitionSpec) -> NamedSharding:
+      return NamedSharding(self.mesh, spec)
+
+    return jax.tree.map(over, self.specs(tree, rules), is_leaf=lambda node: isinstance(node, PartitionSpec))
 
   def notes(self, tree: Any, rules: Rules = STATE) -> list[str]:
     """What the rules would divide and the mesh does not, with the sizes that do not go."""
@@ -142,16 +145,13 @@ class Sharding:
   def put(self, path: str, value: Any) -> Any:
     """Each device gets its part; of a mapped file no more than those parts are read."""
 
-    def place(name: str, part: np.ndarray) -> Array:
+    def place(inner: tuple, part: np.ndarray) -> Array:
       if part.dtype == jnp.uint4 and self.mesh.devices.flat[0].platform == "cpu":
         part = part.astype(np.uint8)  # JAX's calls of compiled programs refuse divided arrays of 4 bits there
-      spec = self._spec(f"{path}/{name}" if name else path, part.shape, PARAMETERS)
+      spec = self._spec(f"{path}/{_joined(inner)}", part.shape, PARAMETERS)
       return jax.make_array_from_callback(part.shape, NamedSharding(self.mesh, spec), lambda index: part[index])
 
-    if not isinstance(value, QTensor):
-      return place("", value)
-    parts = {name: getattr(value, name) for name in ("values", "scales", "minimums")}
-    return value.replace(**{name: part if part is None else place(name, part) for name, part in parts.items()})
+    return jax.tree_util.tree_map_with_path(place, value)
 
   def fetch(self, tree: Any) -> Any:
     """What other processes hold a part of is gathered, by all of them together; the rest lies here."""
@@ -276,13 +276,17 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
   found = []
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=special):
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    name = _joined(path)
     if special(node):
       kind = "emission/" if isinstance(node, Emission) else ""
       found += [(kind + inner, leaf) for inner, leaf in _named(node)]
     else:
       found.append((_by_group(name, tree.spec) if isinstance(tree, Cache) else name, node))
   return found
+
+
+def _joined(path: tuple) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _by_group(path: str, spec: Sequence[LayerSpec]) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 import config
 import entry
 import processes
+import prompting
 import report
 from absl import flags
 
@@ -31,12 +32,8 @@ entry.define_sampling_flags(max_new_tokens=256, temperature=0.0)
 entry.define_constraint_flags()
 config.define_flags()
 processes.define_flags()
+prompting.define_flags()
 report.define_flags()
-flags.DEFINE_multi_string("prompt", [], "A prompt; repeatable. Without one, stdin is read.")
-flags.DEFINE_multi_string("prompt_file", [], "A file that holds one prompt; repeatable.")
-flags.DEFINE_string("suffix", None, "Fill in: write what comes between the prompt and this text.")
-flags.DEFINE_bool("chat", False, "Put each prompt into the model's chat template, as a user's turn.")
-flags.DEFINE_string("system", None, "A system message; only with --chat.")
 flags.DEFINE_bool("stream", True, "Print text as it is written.")
 flags.DEFINE_enum("output", "text", ["text", "json"], "json: one object a prompt.")
 flags.DEFINE_integer("capacity", None, "Tokens the cache has room for; chosen if not given.")
@@ -48,6 +45,7 @@ flags.DEFINE_bool("print_config", False, "Print every setting and where it came 
 flags.adopt_module_key_flags(entry)
 flags.adopt_module_key_flags(config)
 flags.adopt_module_key_flags(processes)
+flags.adopt_module_key_flags(prompting)
 flags.adopt_module_key_flags(report)
 
 
@@ -65,7 +63,7 @@ def main() -> None:
 
 def generate(lead: Any, settings: dict[str, Any]) -> None:
   """lead: of all processes; what they do is the same, and only the first has something to say."""
-  prompts = arranged(lead.agree(read_texts() if lead.first else None))
+  prompts = prompting.arranged(lead.agree(prompting.read_texts() if lead.first else None))
   if FLAGS.profile is not None:
     Path(FLAGS.profile).mkdir(parents=True, exist_ok=True)
   lm = entry.load(settings, mesh=FLAGS.mesh)
@@ -83,38 +81,6 @@ def generate(lead: Any, settings: dict[str, Any]) -> None:
     report_problem(result)
   if FLAGS.output == "text":
     print(report.figures(results, gained), file=sys.stderr)
-
-
-def read_texts() -> list[str]:
-  texts = list(FLAGS.prompt) + [decode(Path(name).expanduser().read_bytes(), name) for name in FLAGS.prompt_file]
-  if not texts:
-    if sys.stdin.isatty():
-      print("reading a prompt from the terminal; end it with Ctrl-D", file=sys.stderr)
-    texts = [decode(sys.stdin.buffer.read(), "stdin")]
-  return texts
-
-
-def arranged(texts: list[str]) -> list[Any]:
-  """The prompts, as --suffix, --chat and --system ask for them."""
-  if FLAGS.system is not None and not FLAGS.chat:
-    raise ValueError("--system needs --chat: a raw prompt has no system message")
-  if FLAGS.suffix is not None and FLAGS.chat:
-    raise ValueError("--suffix fills in plain text; leave out --chat")
-  if FLAGS.suffix is not None:
-    from decoder.text.infill import Infill
-
-    return [Infill(text, FLAGS.suffix) for text in texts]
-  if not FLAGS.chat:
-    return texts
-  before = [{"role": "system", "content": FLAGS.system}] if FLAGS.system is not None else []
-  return [[*before, {"role": "user", "content": text}] for text in texts]
-
-
-def decode(data: bytes, name: str) -> str:
-  try:
-    return data.decode("utf-8")
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{name} is not UTF-8 text: byte {data[error.start]:#x} at {error.start}") from error
 
 
 def stream(lm: Any, prompt: Any, settings: dict[str, Any], lead: Any) -> Any:

@@ -50,13 +50,15 @@ def main() -> None:
   cores = sorted(os.sched_getaffinity(0))
   if len(cores) < 2:
     raise ValueError(f"two processes want a core each, got {len(cores)}")
+  from decoder.measure.apart import line
+
   results = {"work": _work()._asdict(), "apart": _apart(cores)}
   for size in FLAGS.chunk:
     with _start("together", cores[-FLAGS.together_cores :], f"--chunk={size}") as process:
-      results[f"together, chunks of {size}"] = _result(process)
+      results[f"together, chunks of {size}"] = json.loads(_line(process))
   for name, told in results.items():
     if "ratio_p99" in told:
-      _print(name, told)
+      print(line(name, told), flush=True)
   if FLAGS.json is not None:
     Path(FLAGS.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -66,7 +68,7 @@ def _apart(cores: Sequence[int]) -> dict:
     try:
       port = int(_line(reader))
       with _start("decode", cores[1:2], f"--port={port}") as process:
-        return _result(process)
+        return json.loads(_line(process))
     finally:
       reader.terminate()
 
@@ -83,17 +85,6 @@ def _line(process: subprocess.Popen) -> str:
   if not line:
     raise ValueError(f"a process that was started has ended with code {process.wait()}; see what it said above")
   return line
-
-
-def _result(process: subprocess.Popen) -> dict:
-  return json.loads(_line(process))
-
-
-def _print(name: str, told: dict) -> None:
-  quiet, burst = told["quiet"], told["burst"]
-  p50, p99 = (f"{quiet[name]:6.1f} → {burst[name]:6.1f} ms" for name in ("p50", "p99"))
-  longest, ttft = f"longest {burst['longest']:6.1f} ms", f"TTFT {told['ttft_ms'] / 1e3:.1f} s"
-  print(f"{name:24s} TPOT p50 {p50}   p99 {p99} ({told['ratio_p99']:.2f} ×)   {longest}   {ttft}", flush=True)
 
 
 def _work():

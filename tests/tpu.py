@@ -6,22 +6,23 @@ JAX on the CPU and libtpu away from chips and metadata servers.
 
 import contextlib
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from decoder.cache import Contiguous, Raw, allocate
+from decoder.cache import Contiguous
 from decoder.measure import compiling, known, shapes, topologies
 from decoder.models import registry
 from decoder.ops import quantised
-from decoder.sampling import chain, min_new_tokens, min_p, repetition, request_key, temperature, top_k, top_p
-from decoder.strategies import Plan, Rules, autoregressive, beam, init, run
+from decoder.sampling import chain, min_new_tokens, min_p, repetition, temperature, top_k, top_p
+from decoder.strategies import Plan, Rules, autoregressive, beam, run
 from decoder.types import Model, QTensor, Strategy
 
 LLAMA_3_8B = known.config("llama-3-8b")
 EXPERTS = {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
-ROWS, SLOTS = 8, 2048
+SLOTS = 2048
 PLAN = Plan(4, chain(repetition(1.2)), chain(min_new_tokens(2)))
 
 
@@ -34,13 +35,14 @@ class Compiled(NamedTuple):
 
 class Program(NamedTuple):
   """What to compile. kind: of the weights, one of `quantised.KINDS` or bfloat16. variant: '', 'beams' and 'experts'
-  (Mixtral's shape) are ours; 'undonated', 'written out' (weights dequantised before their products), 'two-axis scatter'
-  and 'reordered' (beams whose rows of cache are) are broken."""
+  (Mixtral's shape) are ours; 'undonated', 'written out' (weights dequantised before their products), 'two-axis
+  scatter', 'reordered' (beams whose rows of cache are) and 'alone' (one row of a table, taken by itself) are broken."""
 
   kind: str = "int8"
   layers: int = 32
   variant: str = ""
   topology: str = "v5e:2x4"
+  rows: int = 8
 
 
 @struct.dataclass
@@ -67,7 +69,8 @@ def ask(program: Program) -> Compiled:
   model = _written_out(network.model) if program.variant == "written out" else network.model
   link = chain(temperature(0.8), top_k(40), top_p(0.9), min_p(0.05))
   layout = TwoAxes if program.variant == "two-axis scatter" else Contiguous
-  strategy, state = autoregressive(model, link), jax.eval_shape(lambda: _begin(network.cache_spec, link, layout))
+  case = shapes.Case(program.kind, "bfloat16", program.rows, SLOTS)
+  strategy, state = autoregressive(model, link), shapes.state(network, case, layout, link)
   if program.variant == "beams":
     strategy = beam(model, PLAN)
     state = jax.eval_shape(_spread, state)
@@ -78,7 +81,9 @@ def ask(program: Program) -> Compiled:
   donated = () if program.variant == "undonated" else 1
   loop = jax.jit(lambda params, state, limit: run(strategy, params, state, limit, 64), donate_argnums=donated)
   cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache.layers))
-  return Compiled(cache, compiling.compiled(loop.lower(*arguments)))
+  taken = quantised._taken if program.variant == "alone" else quantised.take_rows
+  with mock.patch.object(quantised, "take_rows", taken):
+    return Compiled(cache, compiling.compiled(loop.lower(*arguments)))
 
 
 def _stored(shape: tuple[int, ...], kind: str):
@@ -88,18 +93,9 @@ def _stored(shape: tuple[int, ...], kind: str):
   return shapes.stored(shape, kind)
 
 
-def _begin(spec, link, layout):
-  settings = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (ROWS,)), link.init())
-  length_B = jnp.full((ROWS,), 5, jnp.int32)
-  key_B = jax.vmap(request_key)(jnp.arange(ROWS, dtype=jnp.uint32))
-  cache = allocate(spec, ROWS, SLOTS, layout=layout, codec=Raw(jnp.bfloat16, bits=True))
-  context_BL, ends_BE = jnp.zeros((ROWS, SLOTS), jnp.int32), jnp.full((ROWS, 8), -1, jnp.int32)
-  return init(cache, context_BL, length_B, jnp.full((ROWS,), SLOTS, jnp.int32), ends_BE, key_B, settings)
-
-
 def _spread(state):
   """A search of the first rows, so few that all beams together are as many as the rows otherwise."""
-  rows = ROWS // PLAN.beams
+  rows = state.length_B.shape[0] // PLAN.beams
   state = jax.tree.map(lambda leaf: leaf[:rows], state)
   zeros, ones, false = jnp.zeros(rows, jnp.int32), jnp.ones(rows), jnp.zeros(rows, bool)
   rules = Rules(ones, false, zeros.astype(jnp.int8), ones, zeros, false, ones, jnp.full((rows, 8), -1), zeros - 1)

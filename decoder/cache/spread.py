@@ -41,24 +41,31 @@ class Spreading:
     return Spread(jnp.full((batch, slots), NONE, jnp.int32), capacity, block, self.mesh)
 
 
-@struct.dataclass
-class Spread(Contiguous):
-  """positions_BS and buffers [B, K, S, H] are divided along S, in as many parts as the mesh's axis `sequence` is
-  long."""
+class Divided:
+  """A layout whose slots are divided. mesh: over whose axis `sequence`. over: one shard's positions -> what that shard
+  holds, as a layout of its own."""
 
-  mesh: Mesh = struct.field(pytree_node=False)
+  mesh: Mesh
+  over: Callable[[Array], Any]
   in_order = False
-
-  def write(self, buffer: Array, values_BTKH: Array, positions_BT: Array) -> Array:
-    return _put(self.mesh, buffer, values_BTKH, self._slots(positions_BT))
 
   def attend(
     self, query: attention.Query, kv_heads: int, storage: Any, read: Callable, drafts: attention.Partial | None
   ) -> Array:
     return _attend(self, query, kv_heads, storage, read, drafts)
 
+
+@struct.dataclass
+class Spread(Divided, Contiguous):
+  """positions_BS and buffers [B, K, S, H] are divided along S, in as many parts as the mesh's axis `sequence` is
+  long."""
+
+  mesh: Mesh = struct.field(pytree_node=False)
+
+  def write(self, buffer: Array, values_BTKH: Array, positions_BT: Array) -> Array:
+    return _put(self.mesh, buffer, values_BTKH, self._slots(positions_BT))
+
   def over(self, positions: Array) -> Contiguous:
-    """What one shard holds, as a layout of its own."""
     return Contiguous(positions, self.capacity, self.block)
 
   def branched(self, beams: int) -> "SpreadBranching":
@@ -98,22 +105,15 @@ class Spread(Contiguous):
 
 
 @struct.dataclass
-class SpreadBranching(Branching):
+class SpreadBranching(Divided, Branching):
   """The slots of beams, divided likewise."""
 
   mesh: Mesh = struct.field(pytree_node=False)
-  in_order = False
 
   def write(self, buffer: Array, values_BTKH: Array, positions_BT: Array) -> Array:
     return _put(self.mesh, buffer, values_BTKH, self.slots_BW)
 
-  def attend(
-    self, query: attention.Query, kv_heads: int, storage: Any, read: Callable, drafts: attention.Partial | None
-  ) -> Array:
-    return _attend(self, query, kv_heads, storage, read, drafts)
-
   def over(self, positions: Array) -> Branching:
-    """What one shard holds, as a layout of its own."""
     return Branching(positions, self.slots_BW, self.capacity, self.block)
 
 
@@ -130,7 +130,7 @@ def _put(mesh: Mesh, buffer: Array, values_BTKH: Array, slots_BT: Array) -> Arra
 
 
 def _attend(
-  layout: Any, query: attention.Query, kv_heads: int, storage: Any, read: Callable, drafts: attention.Partial | None
+  layout: Divided, query: attention.Query, kv_heads: int, storage: Any, read: Callable, drafts: attention.Partial | None
 ) -> Array:
   """Attention over what all shards hold, and over `drafts`, which each of them has: [B, T, N, H]."""
   asked = (query.q_BTNH, query.positions_BT, query.bias)

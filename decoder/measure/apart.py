@@ -6,6 +6,7 @@ another position.
 """
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -94,6 +95,14 @@ def spread(gaps: Sequence[float]) -> dict[str, float]:
   return {"p50": float(np.median(gaps)), "p99": _p99(gaps), "longest": max(gaps)}
 
 
+def line(name: str, told: dict[str, Any]) -> str:
+  """What `compare` gives, in a line."""
+  quiet, burst = told["quiet"], told["burst"]
+  p50, p99 = (f"{quiet[name]:6.1f} → {burst[name]:6.1f} ms" for name in ("p50", "p99"))
+  longest, ttft = f"longest {burst['longest']:6.1f} ms", f"TTFT {told['ttft_ms'] / 1e3:.1f} s"
+  return f"{name:24s} TPOT p50 {p50}   p99 {p99} ({told['ratio_p99']:.2f} ×)   {longest}   {ttft}"
+
+
 def prefill_times(lm: LM, programs: Programs, lengths: Sequence[int], rounds: int = 3) -> list[tuple[int, float]]:
   """(tokens, seconds) of reading a prompt and drawing its first token, medians; nothing else runs meanwhile."""
   prefill, points = Prefill(programs), []
@@ -123,8 +132,6 @@ def move_times(
   lm: LM, programs: Programs, lengths: Sequence[int], pair: tuple[Connection, Connection], slots: Slots, rounds: int = 3
 ) -> list[tuple[int, float]]:
   """(tokens, seconds) of moving a row over a stream into a batch, from its bytes in one thread of this process."""
-  import threading
-
   prefill, points, (here, there) = Prefill(programs), [], pair
   source = There(here, slots, 1 << 30)
 

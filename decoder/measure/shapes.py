@@ -32,7 +32,7 @@ _ENDS = 8  # end ids that a row has room for, as in `decoding`
 
 class Case(NamedTuple):
   """What is to be decoded. weights: one of FORMATS; cache: one of CACHES. batch: rows; context: tokens that each may
-  reach. sizes: devices by axis of `sharding.AXES`, from `sharding.sizes`; empty for one device."""
+  reach. sizes: devices by axis of `sharding.AXES`, from `sharding.sizes_for`; empty for one device."""
 
   weights: str
   cache: str

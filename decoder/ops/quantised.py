@@ -92,7 +92,11 @@ def take_rows(q: QTensor, rows: Array) -> Array:
   rows = jnp.clip(rows, 0, q.shape[0] - 1)
   if not q.striped and rows.size == 1:  # a TPU rearranges all of a table of bytes to take a single row
     near = (rows.reshape(1) + jnp.arange(_SEVERAL, dtype=rows.dtype)) % q.shape[0]
-    return lax.optimization_barrier(take_rows(q, near))[:1].reshape(*rows.shape, q.shape[1])
+    return lax.optimization_barrier(_taken(q, near))[:1].reshape(*rows.shape, q.shape[1])
+  return _taken(q, rows)
+
+
+def _taken(q: QTensor, rows: Array) -> Array:
   parts = (q.values, q.scales, q.minimums)
   if not q.striped:
     taken = [None if part is None else part[rows] for part in parts]

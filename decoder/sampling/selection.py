@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from decoder.ops.kernels import build
 from decoder.types import Array
 
 FEW = 256  # largest logits looked at first; on CPU a partial sort of so many costs less than one argmax
@@ -78,7 +79,7 @@ def head(x_V: Array, number: int = FEW) -> tuple[Array, Array]:
 def _whole(x: Array) -> Array:
   """On several devices, what the parts of a vocabulary come down to is sent to each at once. Divided, it would be
   sorted by one exchange after another."""
-  return x if jax.sharding.get_abstract_mesh().empty else lax.with_sharding_constraint(x, PartitionSpec())
+  return lax.with_sharding_constraint(x, PartitionSpec()) if build.partitioned() else x
 
 
 def keep_head(logits_V: Array, weight_V: Array, wanted: Array) -> Array:

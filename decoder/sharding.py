@@ -38,6 +38,7 @@ DIVIDED = {
 }
 
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
+Copy = Callable[[np.ndarray], np.ndarray]
 
 # What a leaf's axes are, by the first pattern that its path contains; what no rule knows, each device holds whole. A
 # QTensor's parts have the axes of the weight.
@@ -68,7 +69,8 @@ class Placement(Protocol):
 
   rows: what batches are multiples of. layout: has `allocate(batch, capacity)`, for caches. alone: whether programs run
   on one device, so that kernels of our own and calls back to the host have a place in them. jit: like `jax.jit`, for
-  `lower`. put: (path, numpy array or QTensor of them) -> the parameter on the device. fetch: a pytree as numpy arrays.
+  `lower`. put: (path, numpy array or QTensor of them) -> the parameter on the device; copy: makes what is kept of an
+  array, which the device then takes over, by default the array itself. fetch: a pytree as numpy arrays.
   """
 
   rows: int
@@ -76,7 +78,7 @@ class Placement(Protocol):
   alone: bool
 
   def jit(self, program: Callable, donate_argnums: Any = None) -> Any: ...
-  def put(self, path: str, value: Any) -> Any: ...
+  def put(self, path: str, value: Any, copy: Copy = np.asarray) -> Any: ...
   def fetch(self, tree: Any) -> Any: ...
 
 
@@ -88,10 +90,10 @@ class OneDevice:
   def jit(self, program: Callable, donate_argnums: Any = None) -> Any:
     return jax.jit(program, donate_argnums=donate_argnums)
 
-  def put(self, path: str, value: Any) -> Any:
+  def put(self, path: str, value: Any, copy: Copy = np.asarray) -> Any:
     # On CPU an array aligned to 64 bytes becomes the buffer itself, here a mapped file or a copy of our own. JAX keeps
     # it alive as long as the buffer and copies before it would write to it (donation).
-    return jax.device_put(value, may_alias=True)
+    return jax.device_put(jax.tree.map(copy, value), may_alias=True)
 
   def fetch(self, tree: Any) -> Any:
     return jax.device_get(tree)
@@ -142,14 +144,14 @@ class Sharding:
   def jit(self, program: Callable, donate_argnums: Any = None) -> "_Meshed":
     return _Meshed(self, program, donate_argnums)
 
-  def put(self, path: str, value: Any) -> Any:
-    """Each device gets its part; of a mapped file no more than those parts are read."""
+  def put(self, path: str, value: Any, copy: Copy = np.asarray) -> Any:
+    """Each device gets its part; of a mapped file no more than those parts are read, and no more is copied."""
 
     def place(inner: tuple, part: np.ndarray) -> Array:
       if part.dtype == jnp.uint4 and self.mesh.devices.flat[0].platform == "cpu":
         part = part.astype(np.uint8)  # JAX's calls of compiled programs refuse divided arrays of 4 bits there
       spec = self._spec(f"{path}/{_joined(inner)}", part.shape, PARAMETERS)
-      return jax.make_array_from_callback(part.shape, NamedSharding(self.mesh, spec), lambda index: part[index])
+      return jax.make_array_from_callback(part.shape, NamedSharding(self.mesh, spec), lambda index: copy(part[index]))
 
     return jax.tree_util.tree_map_with_path(place, value)
 

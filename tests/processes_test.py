@@ -249,7 +249,7 @@ def texts_of(commands, home, devices=1):
 def test_several_processes_write_what_one_does(tiny, home, of_one, mesh, count):
   first, *others = texts_of(several("texts", tiny, mesh, count), home)
   assert others == [first] * (count - 1)  # also what time, chance and threads said
-  for same in ("greedy", "by seed", "fitting"):
+  for same in ("greedy", "by seed", "fitting", "beams", "guessed"):
     assert first[same] == of_one[same], same
   assert first["by seed"] != first["by chance"]  # control: texts differ where seeds do
 

@@ -12,13 +12,16 @@ from decoder import processes
 
 
 def texts(lm):
-  """Token ids by what was asked: greedy, by a seed, by chance, where time is up, and a text that must fit."""
+  """Token ids by what was asked: greedy, by a seed, by chance, where time is up, a text that must fit, beams, and with
+  guesses."""
   two, twelve = ["ab", "c"], {"max_new_tokens": 12, "ignore_eos": True}
   return {
     "greedy": [one.token_ids for one in lm.generate(two, **twelve)],
     "by seed": [one.token_ids for one in lm.generate(two, temperature=1.0, seed=5, **twelve)],
     "by chance": [one.token_ids for one in lm.generate(two, temperature=1.0, **twelve)],
     "late": [one.token_ids for one in lm.generate(two, max_new_tokens=100, ignore_eos=True, max_time=0.02)],
+    "beams": [one.token_ids for one in lm.generate(two, num_beams=3, **twelve)],
+    "guessed": [one.token_ids for one in lm.generate(["abab" * 3, "c"], speculate="lookup", **twelve)],
     "fitting": [one.token_ids for one in lm.generate(two, regex="(yes|no){2}")],
   }
 

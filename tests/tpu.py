@@ -127,3 +127,24 @@ def _written_out(model: Model) -> Model:
   return Model(
     lambda params, *rest: model.forward(plain(params), *rest), lambda params, x: model.head(plain(params), x)
   )
+
+
+def over_mesh(variant: str, config, case: shapes.Case, topology: topologies.Topology) -> compiling.Compiled:
+  """`compiling.decode_loop`, whole ('') or broken: 'turned' (the second product of the MLP divided by its outputs) and
+  'gathered' (the whole vocabulary's logits sent to every device)."""
+  rules, build = compiling.PARAMETERS, registry.build
+  if variant == "turned":
+    rules = ((r"mlp/down/weight", ("mlp", None)), *rules)
+  elif variant == "gathered":
+    build = _gathering
+  with mock.patch.object(compiling, "PARAMETERS", rules), mock.patch.object(compiling.registry, "build", build):
+    return compiling.decode_loop(config, case, topology)
+
+
+def _gathering(*arguments, build=registry.build):
+  network = build(*arguments)
+
+  def head(params, x):
+    return jax.lax.with_sharding_constraint(network.model.head(params, x), jax.sharding.PartitionSpec())
+
+  return network._replace(model=Model(network.model.forward, head))

@@ -1,10 +1,11 @@
-"""Conversion holds slices, not the model: measured on checkpoints of more than 1 GB.
+"""Conversion holds slices, not the model, and one of several processes its shard: measured on more than 1 GB.
 
 By hand, with the figures: python -m pytest tests/checkpoint/memory_test.py --slow -s
 """
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,62 @@ def test_conversion_peaks_below_three_tensors_and_200_mb(tiny, tmp_path, kind):
   assert measure(source, tmp_path / "out", "slices") <= bound
   if kind == "float32":
     assert measure(source, tmp_path / "whole", "whole") > bound
+
+
+# Pages of a mapped file are the system's, which drops them as it likes; what counts are a process's own.
+LOAD = """if True:
+  import sys, threading
+  import decoder
+  from decoder import checkpoint, generate, processes
+  own = lambda: int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) / 1024
+  path, dtype, mesh, coordinator, number, count = sys.argv[1:]
+  with processes.join(coordinator, int(number), int(count)):
+    import jax
+    jax.block_until_ready(jax.numpy.zeros(8) + 1)
+    base, seen, done = own(), [], threading.Event()
+    def look():
+      while not done.wait(0.002):
+        seen.append(own())
+    looking = threading.Thread(target=look)
+    looking.start()
+    found = checkpoint.load(path, dtype, progress=False, placement=generate._placement(mesh))
+    done.set()
+    looking.join()
+    held = [shard.data.nbytes for leaf in jax.tree.leaves(found.params) for shard in leaf.addressable_shards]
+    print(max(seen) - base, sum(held) / 2**20, flush=True)
+"""
+
+
+def load_together(path: Path, dtype: str, mesh: str) -> list[tuple[float, float]]:
+  """(MB that loading takes above what was there, MB of its shard) of each of two processes."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    at = f"127.0.0.1:{free.getsockname()[1]}"
+  environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-c", LOAD, str(path), dtype, mesh, at]
+  running = [
+    subprocess.Popen([*command, str(n), "2"], stdout=subprocess.PIPE, text=True, env=environment) for n in range(2)
+  ]
+  told = [process.communicate(timeout=300)[0] for process in running]
+  assert [process.returncode for process in running] == [0, 0]
+  return [tuple(map(float, text.splitlines()[-1].split())) for text in told]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_each_process_holds_its_shard_and_a_tensor(tiny, tmp_path, dtype):
+  """From a converted checkpoint, as it is stored and in another type."""
+  from decoder.checkpoint import convert
+
+  config = tiny.config(**SIZES)
+  source = write_shards(tiny, tmp_path / "source", config, ml_dtypes.bfloat16)
+  convert(source, tmp_path / "converted", "bfloat16")
+  largest = max(int(np.prod(shape)) for _, shape in tiny.names(config).values()) * np.dtype(dtype).itemsize / 2**20
+  told = load_together(tmp_path / "converted", dtype, "tensor=2")
+  for above, shard in told:
+    print(
+      f"{dtype}: {above:.0f} MB above the start, for a shard of {shard:.0f} MB; the largest tensor has {largest:.0f}"
+    )
+    assert above <= shard + largest + 32  # and what the interpreter takes
+  if dtype != "bfloat16":  # the negative control: all of it in both; as it is stored, it stays in the file
+    whole = load_together(tmp_path / "converted", dtype, "data=2")
+    assert all(above > shard + largest + 32 for above, _ in whole for _, shard in told)

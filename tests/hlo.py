@@ -7,6 +7,7 @@ from typing import NamedTuple
 BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}  # others: 4
 # What writes nothing of its own: names for buffers that are there, and the starting of prefetches into fast memory.
 NAMING = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "copy-start", "slice-start"}
+IN_PLACE = {"scatter", "dynamic-update-slice"}
 COLLECTIVE = r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast)(-start)?"
 _INSTRUCTION = r"\s+(?:ROOT )?%?\S+ = (.*?) ([\w\-]+)\("
 
@@ -20,10 +21,10 @@ class Sent(NamedTuple):
 
 
 def written(text: str, least: int) -> list[str]:
-  """Instructions that write an array of `least` bytes or more to main memory, but for the scatters that update a buffer
-  in place (the compiler copies beforehand what it may not overwrite, which is then listed).
+  """Instructions that write an array of `least` bytes or more to main memory, but for scatters and slices that update a
+  buffer in place (the compiler copies beforehand what it may not overwrite, which is then listed).
 
-  Fast memory is S(1) in a layout. What happens within a fusion is never written down.
+  Other memory than the main one is named in a layout: S(1), S(3). What happens within a fusion is never written down.
   """
   lines = text.splitlines()
   fused = {name for line in lines if " fusion(" in line for name in re.findall(r"calls=%?([\w.\-]+)", line)}
@@ -32,8 +33,8 @@ def written(text: str, least: int) -> list[str]:
   for name, body in bodies(lines).items():
     for line in [] if name in fused else body:
       shape, operation = re.match(_INSTRUCTION, line).groups()
-      in_place = operation == "scatter" or scatters & set(re.findall(r"calls=%?([\w.\-]+)", line))
-      main = max((size for size, _, layout in arrays(shape) if "S(1)" not in layout), default=0)
+      in_place = operation in IN_PLACE or scatters & set(re.findall(r"calls=%?([\w.\-]+)", line))
+      main = max((size for size, _, layout in arrays(shape) if "S(" not in layout), default=0)
       if operation not in NAMING and not in_place and main >= least:
         found.append(line.strip())
   return found

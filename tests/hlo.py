@@ -7,15 +7,18 @@ from typing import NamedTuple
 BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}  # others: 4
 # What writes nothing of its own: names for buffers that are there, and the starting of prefetches into fast memory.
 NAMING = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "copy-start", "slice-start"}
+NAMING |= {"async-start", "async-update"}  # what they bring is seen at their end
 IN_PLACE = {"scatter", "dynamic-update-slice"}
 COLLECTIVE = r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast)(-start)?"
 _INSTRUCTION = r"\s+(?:ROOT )?%?\S+ = (.*?) ([\w\-]+)\("
 
 
 class Sent(NamedTuple):
-  """A collective: its operation, and bytes and elements of the largest array that it gives a device."""
+  """A collective: its operation, what of the program it comes from, and bytes and elements of the largest array that it
+  gives a device."""
 
   operation: str
+  source: str
   bytes: float
   elements: int
 
@@ -48,7 +51,8 @@ def collectives(text: str) -> list[Sent]:
       shape, operation = re.match(_INSTRUCTION, line).groups()
       if which := re.fullmatch(COLLECTIVE, operation):
         size, elements, _ = max(arrays(shape))
-        found.append(Sent(which[1], size, elements))
+        source = re.search(r'op_name="([^"]*)"', line)
+        found.append(Sent(which[1], source[1] if source else "", size, elements))
   return found
 
 

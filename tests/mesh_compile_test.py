@@ -57,12 +57,12 @@ def faults(planner: Planner, plan: Plan, compiled: compiling.Compiled) -> set[st
   """What is wrong with a compiled decode loop."""
   hidden = plan.case.batch * planner.config["hidden_size"]
   sent = hlo.collectives(compiled.text)
-  sums = [one for one in sent if one.operation in ("all-reduce", "reduce-scatter") and one.elements == hidden]
+  sums = [one for one in sent if one.operation == "all-reduce" and one.elements == hidden and "/layers_" in one.source]
   others = [one for one in sent if one not in sums]
   smallest = min(plan.need.cache // (2 * LAYERS), 2 << 20)
   written = hlo.written(compiled.text, smallest)
   wrong = {
-    "sums": len(sums) != 2 * LAYERS + 1,  # and the one of the divided table of embeddings
+    "sums": len(sums) != 2 * LAYERS or any("/layers_" in one.source for one in others),
     "others": any(one.bytes > LARGE for one in others),
     "arguments": compiled.arguments > 1.02 * share(planner, plan),
     "temporaries": compiled.temporaries > MOST,

@@ -51,6 +51,7 @@ def test_one_prompt_without_beams_is_as_before(lm):
   assert (plain.score, forced.score is None) == (None, False)
 
 
+@pytest.mark.slow
 def test_rules_compile_nothing(lm):
   rules = [
     dict(length_penalty=-1.0), dict(early_stopping=True, patience=2.0), dict(length_norm="gnmt"), dict(n=3),

@@ -82,6 +82,7 @@ def guess(lm, function):
   return lm
 
 
+@pytest.mark.slow
 @BOTH
 def test_texts_of_a_ragged_batch_are_those_without_guesses(way, take):
   take(way)

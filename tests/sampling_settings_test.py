@@ -31,6 +31,7 @@ def both():
   return lm
 
 
+@pytest.mark.slow
 def test_a_batch_may_mix_any_settings_and_each_row_is_as_if_alone(lm):
   """A plain request draws the same under the short chain, alone, as under the full one, beside another."""
   plain = decoder.Settings(**WARM, seed=3, top_k=9, repetition_penalty=1.2)

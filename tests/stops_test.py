@@ -94,6 +94,7 @@ def test_stop_token_ids_that_are_none_are_refused(hello, ids):
     hello.generate("AB", stop_token_ids=ids)
 
 
+@pytest.mark.slow
 def test_c54_no_end_id_of_any_source_before_min_new_tokens(voice):
   lm = voice([Letters.EOS, 9, Letters.EOS, 9, 9, Letters.EOS])
   early = lm.generate("AB")

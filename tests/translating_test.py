@@ -43,7 +43,8 @@ def all_of(job, lines, **more):
 BOTH = [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(BEAMS, id="beams")]
 
 
-@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
 def test_each_line_is_translated_as_alone_and_in_its_place(beams):
   lines, settings = texts(40, 28), Settings(num_beams=beams, max_new_tokens=10, no_repeat_ngram_size=1)
   got = all_of(job(settings), lines)
@@ -106,6 +107,7 @@ def test_few_programs_are_compiled_for_many_lines(settings):
   assert max(again.values()) <= 4, "but for the rows of the rest"
 
 
+@pytest.mark.slow
 def test_lines_come_as_soon_as_those_before_them_are_done_and_windows_one_by_one():
   lines, seen = [*texts(30), *[""] * WINDOW, "w1"], []
   planner = job(batch_tokens=700)

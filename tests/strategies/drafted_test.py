@@ -232,6 +232,7 @@ def test_a_companion_remembers_the_text_and_nothing_it_guessed(kind):
   assert not np.allclose(other, want, rtol=1e-3, atol=1e-3), "negative control: two tokens forgotten"
 
 
+@pytest.mark.slow
 def test_a_head_is_fed_with_the_models_features_in_whatever_chunks_it_reads():
   network, params = rand_lm()
   companion, more = small_head()

@@ -86,6 +86,7 @@ def test_the_most_frequent_tokens_are_counted_in_what_was_written_alone():
   assert frequent(texts, 9, always=(7,)).tolist() == [1, 2, 3, 7], "5 and 9 stand in prompts alone"
 
 
+@pytest.mark.slow
 def test_in_training_a_head_guesses_as_it_does_while_it_drafts():
   """Pass s at a token is guess s of a chain that began s − 1 tokens before it."""
   network, params = rand_lm()

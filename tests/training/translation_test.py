@@ -57,6 +57,7 @@ def test_it_learns_and_the_checkpoint_translates(trained, files):
   assert sum(one.text == target for one, (_, target) in zip(told, lines)) >= 12, "of 16 that it has not seen"
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_weights(trained, files, tmp_path, monkeypatch):
   class Killed(Exception):
     pass

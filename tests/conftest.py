@@ -7,6 +7,7 @@ Nearly all that tests take is compiling. So they compile quickly, not well, unle
 import gc
 import itertools
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def lm():
   from fixtures import Letters, facade, rand_lm
 
   return facade(*rand_lm(), Letters.build())
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory) -> Path:
+  """A cache for scripts and processes, with the kernels that this process has: to build them takes a minute."""
+  from decoder.ops.kernels import build
+
+  home = tmp_path_factory.mktemp("home")
+  (home / "decoder").mkdir()
+  if build.ready():
+    for library in build.cache_directory().glob("kernels-*.so"):
+      shutil.copy(library, home / "decoder")
+  return home
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -97,6 +97,7 @@ def test_texts_of_a_ragged_batch_are_those_without_guesses(way, take):
     assert sum(one.drafted - one.accepted for one in told) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not build.ready(), reason="no C++ compiler is on the PATH here")
 def test_one_call_makes_many_steps(monkeypatch):
   made = []

@@ -25,6 +25,9 @@ def saved(config, params, out):
   return checkpoint.save(params, config, {}, out, progress=False)
 
 
+KINDS = [pytest.param("head", marks=pytest.mark.slow), "draft"]
+
+
 @pytest.fixture(scope="module")
 def specs(tmp_path_factory):
   """A head for RAND-LM and a draft model, on disk."""
@@ -46,8 +49,8 @@ def free(monkeypatch):
   monkeypatch.setattr(generate, "find", lambda lm, spec: drafters.find(lm, spec)._replace(each=0.0))
 
 
-@pytest.mark.parametrize("kind", ["head", "draft"])
-@pytest.mark.parametrize("tree", [(), (2, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", [(), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_greedy_texts_of_a_ragged_batch_are_those_of_plain_decoding(lm, specs, kind, tree):
   ahead = dict(COLD, speculate=specs[kind], draft_tokens=3, draft_tree=tree)
   for got, want in zip(lm.generate(TEXTS, **ahead), lm.generate(TEXTS, **COLD)):
@@ -56,13 +59,14 @@ def test_greedy_texts_of_a_ragged_batch_are_those_of_plain_decoding(lm, specs, k
     assert len(got.token_ids) == 1 + got.speculated.steps + got.speculated.accepted
 
 
-@pytest.mark.parametrize("kind", ["head", "draft"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_seeds_repeat_and_differ(lm, specs, kind):
   """C40, C90."""
   texts = [lm.generate(TEXTS[0], seed=seed, speculate=specs[kind], **WARM).token_ids for seed in (1, 2, 1)]
   assert texts[0] == texts[2] != texts[1]
 
 
+@pytest.mark.slow
 def test_a_tree_writes_the_text_of_the_seed(lm, specs):
   for seed in range(3):
     ahead = dict(speculate=specs["draft"], draft_tree=(3, 2))
@@ -71,7 +75,7 @@ def test_a_tree_writes_the_text_of_the_seed(lm, specs):
     )
 
 
-@pytest.mark.parametrize("kind", ["head", "draft"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_streams_stops_log_probs_and_constraints(lm, specs, kind):
   ahead = dict(COLD, speculate=specs[kind])
   want = lm.generate(TEXTS[0], **COLD)

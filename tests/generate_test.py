@@ -102,6 +102,7 @@ def fresh_process():
   return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_C38_C39_unseeded_processes_differ_and_the_reported_seed_repeats_them():
   processes = [fresh_process(), fresh_process()]
   (one, *ids), (other, *other_ids) = ([int(x) for x in p.communicate(timeout=300)[0].split()] for p in processes)

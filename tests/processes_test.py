@@ -20,7 +20,6 @@ from fixtures import byte_model
 
 from decoder import processes
 from decoder.decoding import Decoding
-from decoder.ops.kernels import build
 from decoder.processes import ALONE, Together
 from decoder.reader import Reader
 
@@ -166,17 +165,6 @@ def test_who_is_alone_joins_nobody():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
   return byte_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory) -> Path:
-  """A cache of their own for the processes, with the kernels that this one has: to build them takes a minute."""
-  home = tmp_path_factory.mktemp("home")
-  (home / "decoder").mkdir()
-  if build.ready():
-    for library in build.cache_directory().glob("kernels-*.so"):
-      shutil.copy(library, home / "decoder")
-  return home
 
 
 def free_port() -> int:

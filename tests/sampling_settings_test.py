@@ -43,6 +43,7 @@ def test_a_batch_may_mix_any_settings_and_each_row_is_as_if_alone(lm):
     assert mixed[1].token_ids == both().generate("THERE", asked).token_ids
 
 
+@pytest.mark.slow
 def test_nothing_recompiles_once_the_full_chain_is_there():
   lm = both()
   with Compilations() as compiled:

@@ -27,11 +27,6 @@ def run(script: str, *flags: str, stdin: str = "", home: Path | None = None) -> 
   return subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment, timeout=240)
 
 
-@pytest.fixture(scope="session")
-def home(tmp_path_factory) -> Path:
-  return tmp_path_factory.mktemp("home")
-
-
 def test_json_has_every_field_and_the_seed_reproduces_the_text(tiny, home):
   flags = ["--model", str(tiny), "--output", "json", "--max_new_tokens", "8", "--temperature", "1", "--ignore_eos"]
   done = run("generate.py", *flags, "--prompt", "ab", "--prompt", "c", home=home)

@@ -22,11 +22,6 @@ SHORT = ("--set", "no_repeat_ngram_size=1", "--max_new_tokens", "12", "--num_bea
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory):
-  return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="session")
 def model(tmp_path_factory):
   return str(marian_directory(tmp_path_factory.mktemp("marian"), published.marian(several=False)))
 
@@ -141,6 +136,7 @@ def test_a_reference_gives_bleu_and_chrf(model, texts, home, translated, tmp_pat
   assert second.stdout == first.stdout, "of the file that is complete"
 
 
+@pytest.mark.slow
 def test_a_line_beyond_the_context_is_named_or_split(model, home, tmp_path):
   long = " ".join(["In the beginning God created the heaven."] * 12)
   (tmp_path / "in.txt").write_text(f"light\n\n{long}\n")

@@ -135,6 +135,7 @@ def sentences(*sizes):
   return [f"{text_of(rng, size)}." for size in sizes]
 
 
+@pytest.mark.slow
 def test_a_line_beyond_the_context_is_split_at_ends_of_sentences():
   """Words with a full stop are unknown ones here; the context is 64 tokens, an end among them."""
   parts = sentences(30, 30, 10, 40, 20)

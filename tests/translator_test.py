@@ -84,6 +84,7 @@ def test_greedy_texts_of_a_batch_are_those_recomputed(name):
   assert len({result.token_ids for result in results}) > 1, "texts that depend on what was read"
 
 
+@pytest.mark.slow
 def test_a_stream_and_samples_of_one_source():
   """Samples fork from one reading: each is what it is alone."""
   lm, (row,) = translator("marian", PLAIN), sources(11)
@@ -118,6 +119,7 @@ def sum_of_greedy(row):
   return total
 
 
+@pytest.mark.slow
 def test_what_the_checkpoint_asks_of_every_text():
   generation = json.dumps({"forced_bos_token_id": 9, "bad_words_ids": [[1], [17], [23]]})
   lm, (row,) = translator("marian", None, generation), sources(12)
@@ -128,6 +130,7 @@ def test_what_the_checkpoint_asks_of_every_text():
   assert plain.token_ids != got.token_ids, "negative control"
 
 
+@pytest.mark.slow
 def test_languages_by_codes():
   """The source's token stands before the text, and the translation begins with the target's."""
   lm = translator("nllb", MANY)

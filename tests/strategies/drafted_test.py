@@ -211,7 +211,8 @@ def test_greedy_text_is_plain_decodings(kind, size):
     np.testing.assert_array_equal(done.settings.accepted, done.settings.drafted)
 
 
-@pytest.mark.parametrize("kind", ["head", pytest.param("another", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head", "another"])
 def test_a_companion_remembers_the_text_and_nothing_it_guessed(kind):
   """After any number of refused guesses: what it would say next is what it says having read the text at once."""
   link = chain(temperature(1.0))

@@ -102,7 +102,8 @@ def test_a_tree_whose_nodes_see_each_other_is_found_out(monkeypatch):
   assert not np.array_equal(done.context_BL, plain(LINKS["greedy"]).context_BL)
 
 
-@pytest.mark.parametrize("kind", ["head", pytest.param("another", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head", "another"])
 def test_a_companion_remembers_what_was_kept_and_no_more(kind):
   """What it would say next is what it says having read the text at once, once it has read what was kept last."""
   done, companion, both = spoken(kind, LINKS["sampled"], (3, 2, 2), steps=3)

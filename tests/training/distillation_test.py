@@ -135,6 +135,7 @@ def trained(texts, tmp_path_factory):
   return out, run(texts, out)
 
 
+@pytest.mark.slow
 def test_it_learns_and_drafts_for_its_model(trained):
   out, head = trained
   log = loop.read_log(out)
@@ -151,6 +152,7 @@ def test_it_learns_and_drafts_for_its_model(trained):
     assert got.speculated.drafted > 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_head(trained, texts, tmp_path, monkeypatch):
   kept = loop.Trainer._note
 

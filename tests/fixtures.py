@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
@@ -227,6 +228,12 @@ def begin(network: Network, rows: list[list[int]], limits: list[int], *, seeds=N
     jnp.asarray(limits, jnp.int32), ends_BE, keys, stacked,
   )  # fmt: skip
   return pending(state, lengths - width, width)
+
+
+def few(cases, quick: int) -> list:
+  """The first of some cases as they are; the others are slow."""
+  rest = [case if isinstance(case, tuple) else (case,) for case in list(cases)[quick:]]
+  return [*list(cases)[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
 
 
 def byte_model(directory: Path) -> Path:

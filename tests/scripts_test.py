@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fixtures import byte_model
+from fixtures import byte_model, few
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -143,33 +143,36 @@ def test_print_config_tells_where_each_setting_came_from(tmp_path, home):
 
 @pytest.mark.parametrize(
   ("flags", "says"),
-  [
-    (["--no_such_flag", "1"], "no_such_flag"),
-    (["--max_new_tokens", "many"], "many"),
-    (["--output", "xml"], "xml"),
-    (["loose"], "loose"),
-    (["--temperature", "-1"], "temperature must be"),
-    (["--temperature", "nan"], "temperature must be"),
-    (["--top_p", "0"], "temperature=0"),
-    (["--top_k", "-2"], "top_k must be"),
-    (["--min_p", "1.5"], "min_p must be"),
-    (["--max_new_tokens", "-1"], "max_new_tokens must be"),
-    (["--seed", "-1"], "seed must be"),
-    (["--logprobs", "-1"], "logprobs must be"),
-    (["--html", "no/such/folder/x.html"], "no such directory"),
-    (["--stop", ""], "stop must be"),
-    (["--regex", "a("], "regex cannot be used: invalid regex"),
-    (["--json_schema", "{"], "json_schema is not JSON"),
-    (["--choice", "yes", "--grammar", "start: /a/"], "one constraint, got grammar and choice"),
-    (["--negative_prompt", "b"], "does nothing at guidance_scale 1"),
-    (["--system", "x"], "--system needs --chat"),
-    (["--model", "smollm2-135m-instrcut"], "smollm2-135m-instruct"),
-    (["--model", "missing.gguf"], "missing.gguf"),
-    (["--weights", "q9"], "q9"),
-    (["--prompt_file", "missing.txt"], "missing.txt"),
-    (["--set", "temperature"], "NAME=VALUE"),
-    (["--suffix", "x", "--chat"], "leave out --chat"),
-  ],
+  few(
+    [
+      (["--no_such_flag", "1"], "no_such_flag"),
+      (["--max_new_tokens", "many"], "many"),
+      (["--output", "xml"], "xml"),
+      (["loose"], "loose"),
+      (["--temperature", "-1"], "temperature must be"),
+      (["--temperature", "nan"], "temperature must be"),
+      (["--top_p", "0"], "temperature=0"),
+      (["--top_k", "-2"], "top_k must be"),
+      (["--min_p", "1.5"], "min_p must be"),
+      (["--max_new_tokens", "-1"], "max_new_tokens must be"),
+      (["--seed", "-1"], "seed must be"),
+      (["--logprobs", "-1"], "logprobs must be"),
+      (["--html", "no/such/folder/x.html"], "no such directory"),
+      (["--stop", ""], "stop must be"),
+      (["--regex", "a("], "regex cannot be used: invalid regex"),
+      (["--json_schema", "{"], "json_schema is not JSON"),
+      (["--choice", "yes", "--grammar", "start: /a/"], "one constraint, got grammar and choice"),
+      (["--negative_prompt", "b"], "does nothing at guidance_scale 1"),
+      (["--system", "x"], "--system needs --chat"),
+      (["--model", "smollm2-135m-instrcut"], "smollm2-135m-instruct"),
+      (["--model", "missing.gguf"], "missing.gguf"),
+      (["--weights", "q9"], "q9"),
+      (["--prompt_file", "missing.txt"], "missing.txt"),
+      (["--set", "temperature"], "NAME=VALUE"),
+      (["--suffix", "x", "--chat"], "leave out --chat"),
+    ],
+    8,
+  ),
 )
 def test_a_mistake_is_one_line_and_exit_code_2(flags, says):
   done = run("generate.py", "--prompt", "a", *flags)
@@ -306,17 +309,23 @@ def test_benchmark_prints_the_peers_line_and_the_format_that_ran(tiny, home):
 
 @pytest.mark.parametrize(
   ("flags", "says"),
-  [
-    (["--batches", "1,x"], "--batches wants whole numbers ≥ 1, joined by commas, got 'x'"),
-    (["--prompts", "0"], "--prompts wants"),
-    (["--tokens", "1"], "--tokens wants"),
-    (["--rounds", "0"], "--rounds wants"),
-    (["--formats", "q9"], "--formats knows float, keep"),
-    (["--caches", "int3"], "--caches knows float32"),
-    (["--positions", "500", "--capacities", "512"], "--positions 500 and --tokens 64 + 1 do not fit --capacities 512"),
-    (["--compare", "missing.json"], "missing.json"),
-    (["--json", "no_such_directory/x.json"], "--json"),
-  ],
+  few(
+    [
+      (["--batches", "1,x"], "--batches wants whole numbers ≥ 1, joined by commas, got 'x'"),
+      (["--prompts", "0"], "--prompts wants"),
+      (["--tokens", "1"], "--tokens wants"),
+      (["--rounds", "0"], "--rounds wants"),
+      (["--formats", "q9"], "--formats knows float, keep"),
+      (["--caches", "int3"], "--caches knows float32"),
+      (
+        ["--positions", "500", "--capacities", "512"],
+        "--positions 500 and --tokens 64 + 1 do not fit --capacities 512",
+      ),
+      (["--compare", "missing.json"], "missing.json"),
+      (["--json", "no_such_directory/x.json"], "--json"),
+    ],
+    3,
+  ),
 )
 def test_benchmark_refuses_a_mistake_before_loading(flags, says):
   done = run("benchmark.py", "--model", "never_loaded.gguf", *flags)
@@ -361,18 +370,21 @@ def test_a_plan_says_whether_it_fits_and_what_would(tmp_path):
 
 @pytest.mark.parametrize(
   ("flags", "says"),
-  [
-    (["--topology", "v5e-9"], "the nearest are v5e-4 or v5e-8"),
-    (["--model", "llama3-8b"], "did you mean llama-3-8b"),
-    (["--weights", "q9"], "unknown weights 'q9'"),
-    (["--cache", "int3"], "unknown cache 'int3'"),
-    (["--mesh", "tensor=2"], "must multiply to that"),
-    (["--mesh", "tensor=8"], "does not divide 9 heads"),
-    (["--batch", "0"], "--batch wants"),
-    (["--context", "0"], "--context wants"),
-    (["--plot", "no/such/folder/x.png"], "does not exist"),
-    (["--topology", "h200", "--compile"], "only TPUs can be compiled for"),
-  ],
+  few(
+    [
+      (["--topology", "v5e-9"], "the nearest are v5e-4 or v5e-8"),
+      (["--model", "llama3-8b"], "did you mean llama-3-8b"),
+      (["--weights", "q9"], "unknown weights 'q9'"),
+      (["--cache", "int3"], "unknown cache 'int3'"),
+      (["--mesh", "tensor=2"], "must multiply to that"),
+      (["--mesh", "tensor=8"], "does not divide 9 heads"),
+      (["--batch", "0"], "--batch wants"),
+      (["--context", "0"], "--context wants"),
+      (["--plot", "no/such/folder/x.png"], "does not exist"),
+      (["--topology", "h200", "--compile"], "only TPUs can be compiled for"),
+    ],
+    3,
+  ),
 )
 def test_a_plan_refuses_what_makes_no_sense(flags, says):
   done = run("plan.py", "--model", "smollm2-135m-instruct", "--topology", "v5e-8", "--batch", "8", *flags)

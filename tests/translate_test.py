@@ -10,7 +10,7 @@ from pathlib import Path
 
 import published
 import pytest
-from fixtures import byte_model
+from fixtures import byte_model, few
 from scripts_test import SCRIPTS, run
 from sources import marian_directory
 
@@ -172,21 +172,24 @@ def test_print_config_tells_where_each_setting_came_from(home):
 
 @pytest.mark.parametrize(
   ("flags", "says"),
-  [
-    (["--num_beams", "0"], "num_beams must be an integer 1 … 1024, got 0"),
-    (["--max_new_tokens", "3", "--set", "min_new_tokens=5"], "min_new_tokens 5 > max_new_tokens 3"),
-    (["--num_beams", "1", "--length_penalty", "2"], "length_penalty acts on a search alone"),
-    (["--batch_tokens", "0"], "batch_tokens"),
-    (["--output_format", "xml"], "xml"),
-    (["--input", "missing.txt"], "missing.txt"),
-    (["--input", "{latin}"], "latin.txt, line 2 is not UTF-8 text: it has byte 0xe9"),
-    (["--input", "{two}", "--reference", "{three}"], "three.txt has 3 lines, the input 2"),
-    (["--input", "{two}", "--output", "{two}"], "would overwrite what is read"),
-    (["--input", "{two}", "--output", "{three}"], "three.txt exists, and no run is known to have written it"),
-    (["--input", "{two}", "--output", "no/such/folder/x.txt"], "there is no such directory"),
-    (["--input", "{two}", "--model", "smollm2-135m-instrcut"], "did you mean smollm2-135m-instruct"),
-    (["extra.txt"], "extra.txt"),
-  ],
+  few(
+    [
+      (["--num_beams", "0"], "num_beams must be an integer 1 … 1024, got 0"),
+      (["--max_new_tokens", "3", "--set", "min_new_tokens=5"], "min_new_tokens 5 > max_new_tokens 3"),
+      (["--num_beams", "1", "--length_penalty", "2"], "length_penalty acts on a search alone"),
+      (["--batch_tokens", "0"], "batch_tokens"),
+      (["--output_format", "xml"], "xml"),
+      (["--input", "missing.txt"], "missing.txt"),
+      (["--input", "{latin}"], "latin.txt, line 2 is not UTF-8 text: it has byte 0xe9"),
+      (["--input", "{two}", "--reference", "{three}"], "three.txt has 3 lines, the input 2"),
+      (["--input", "{two}", "--output", "{two}"], "would overwrite what is read"),
+      (["--input", "{two}", "--output", "{three}"], "three.txt exists, and no run is known to have written it"),
+      (["--input", "{two}", "--output", "no/such/folder/x.txt"], "there is no such directory"),
+      (["--input", "{two}", "--model", "smollm2-135m-instrcut"], "did you mean smollm2-135m-instruct"),
+      (["extra.txt"], "extra.txt"),
+    ],
+    4,
+  ),
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(tmp_path, home, flags, says):
   (tmp_path / "two.txt").write_text("a\nb\n")
@@ -203,13 +206,16 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(tmp_path, home, flags, 
 
 @pytest.mark.parametrize(
   ("flags", "says"),
-  [
-    (["--tgt", "fre"], "did you mean 'fra'"),
-    (["--src", "eng"], "src says nothing to it"),
-    (["--set", "forced_tokens=[9999]"], "forced_tokens has token 9999"),
-    (["--set", "forced_bos=9999"], "9999"),
-    (["--set", "n=2"], "a line has one translation, got n=2"),
-  ],
+  few(
+    [
+      (["--tgt", "fre"], "did you mean 'fra'"),
+      (["--src", "eng"], "src says nothing to it"),
+      (["--set", "forced_tokens=[9999]"], "forced_tokens has token 9999"),
+      (["--set", "forced_bos=9999"], "9999"),
+      (["--set", "n=2"], "a line has one translation, got n=2"),
+    ],
+    2,
+  ),
 )
 def test_what_the_model_cannot_follow_is_refused_before_any_compute(several, home, flags, says):
   done = run("translate.py", "--model", several, *flags, stdin="the light\n", home=home)

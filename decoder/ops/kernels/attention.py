@@ -1,5 +1,8 @@
 """Attention of a few query tokens over a contiguous cache, on CPU through C++: filled blocks only, read in place."""
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,24 +36,47 @@ def decode_attend(
   or [B, T, S] where each query token has its own. block: slots to a block. The result is `reference`'s up to rounding.
   """
   span = jnp.stack([jnp.asarray(x, jnp.int32) for x in blocks])
-  operands = (query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, kv_positions, span)
+  asked = _Asked(query.scale, query.window, query.softcap, block)
+  return _native_or_plain(asked, query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, kv_positions, span)
 
-  def native(q_BTNH: Array, *others: Array) -> Array:
-    call = jax.ffi.ffi_call("decoder_attend", jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32), vmap_method="sequential")
-    out = call(
-      q_BTNH.astype(jnp.float32), *others,
-      block=np.int64(block), window=np.int64(query.window or 0),
-      scale=np.float32(query.scale), softcap=np.float32(query.softcap or 0.0),
-    )  # fmt: skip
-    return out.astype(q_BTNH.dtype)
 
-  def plain(q_BTNH: Array, k: Array, v: Array, positions_BT: Array, kv: Array, span: Array) -> Array:
-    asked = query._replace(q_BTNH=q_BTNH, positions_BT=positions_BT)
-    return reference(asked, k, v, kv, (span[0], span[1]), block)
+class _Asked(NamedTuple):
+  """What is fixed when a program is made; see `Query`."""
 
-  run = jax.custom_jvp(lambda *operands: lax.platform_dependent(*operands, cpu=native, default=plain))
-  run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(plain, primals, tangents)[1]))
-  return run(*operands)
+  scale: float
+  window: int | None
+  softcap: float | None
+  block: int
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _chosen(asked: _Asked, *operands: Array) -> Array:
+  native, plain = functools.partial(_native, asked), functools.partial(_plain, asked)
+  return lax.platform_dependent(*operands, cpu=native, default=plain)
+
+
+@_chosen.defjvp
+def _chosen_jvp(asked: _Asked, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+  return _chosen(asked, *primals), jax.jvp(functools.partial(_plain, asked), primals, tangents)[1]
+
+
+# The layers of a model have few shapes, which so are traced once; inlined, the program is as if this were not there.
+_native_or_plain = jax.jit(_chosen, static_argnums=0, inline=True)
+
+
+def _native(asked: _Asked, q_BTNH: Array, *others: Array) -> Array:
+  call = jax.ffi.ffi_call("decoder_attend", jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32), vmap_method="sequential")
+  out = call(
+    q_BTNH.astype(jnp.float32), *others,
+    block=np.int64(asked.block), window=np.int64(asked.window or 0),
+    scale=np.float32(asked.scale), softcap=np.float32(asked.softcap or 0.0),
+  )  # fmt: skip
+  return out.astype(q_BTNH.dtype)
+
+
+def _plain(asked: _Asked, q_BTNH: Array, k: Array, v: Array, positions_BT: Array, kv: Array, span: Array) -> Array:
+  query = attention.Query(q_BTNH, positions_BT, asked.scale, window=asked.window, softcap=asked.softcap)
+  return reference(query, k, v, kv, (span[0], span[1]), asked.block)
 
 
 def reference(

@@ -116,14 +116,18 @@ def _plain(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _native_or_plain(task: _Task, *operands) -> tuple[Array, ...]:
+def _chosen(task: _Task, *operands) -> tuple[Array, ...]:
   native, plain = functools.partial(_native, task), functools.partial(_plain, task)
   return lax.platform_dependent(*operands, cpu=native, default=plain)
 
 
-@_native_or_plain.defjvp
-def _native_or_plain_jvp(task: _Task, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-  return _native_or_plain(task, *primals), jax.jvp(functools.partial(_plain, task), primals, tangents)[1]
+@_chosen.defjvp
+def _chosen_jvp(task: _Task, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+  return _chosen(task, *primals), jax.jvp(functools.partial(_plain, task), primals, tangents)[1]
+
+
+# Products of many layers have few shapes, which so are traced once; inlined, the program is as if this were not there.
+_native_or_plain = jax.jit(_chosen, static_argnums=0, inline=True)
 
 
 def _native(

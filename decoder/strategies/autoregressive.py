@@ -6,6 +6,7 @@ the same function at different T, and the head is paid for one token a row.
 """
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,9 @@ def autoregressive(
   chunks its prompt came in, or whether it is streamed.
   """
 
+  # Traced once for all programs of this strategy; inlined, they are as if this were not there.
+  draw_rows = jax.jit(jax.vmap(functools.partial(draw_row, chain)), inline=True)
+
   def forward(params: Params, state: State) -> tuple[State, Array]:
     features_BTD, cache = model.forward(params, state.tokens_BT, state.positions_BT, state.cache)
     return state.replace(cache=cache), last_logits(model, params, features_BTD, state.positions_BT)
@@ -76,8 +80,7 @@ def autoregressive(
       logits_BV = jnp.where(allowed_BV, logits_BV, -jnp.inf)
     at_B = jax.vmap(jax.random.fold_in)(state.key_B, state.length_B)
     context_B = Context(state.context_BL, state.length_B, state.prompt_B, state.ends_BE, state.limit_B, at_B)
-    draw_rows = jax.vmap(draw_row, in_axes=(None, 0, 0, 0, 0))
-    drawn_B, settings = draw_rows(chain, raw_BV, logits_BV, state.settings, context_B)
+    drawn_B, settings = draw_rows(raw_BV, logits_BV, state.settings, context_B)
     details = jax.tree.map(lambda x: x[:, None], jax.vmap(inspect)(drawn_B))
     return _emit(state.replace(settings=settings), drawn_B.token, sound(drawn_B), details)
 

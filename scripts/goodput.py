@@ -31,7 +31,7 @@ flags.DEFINE_integer("requests", 1000, "Requests of a simulation.")
 flags.DEFINE_integer("seed", 0, "Of their times and lengths.")
 flags.DEFINE_multi_float("prompt", [256, 0.8], "Median and spread of the prompts' lengths (log-normal).")
 flags.DEFINE_multi_float("new", [64, 0.6], "Likewise of what is written.")
-flags.DEFINE_float("ttft", None, "Promised seconds to the first token; default 3 times that of the median prompt.")
+flags.DEFINE_float("ttft", None, "Promised seconds to the first token; default 5 times that of the median prompt.")
 flags.DEFINE_float("tpot", None, "Promised seconds of a further one; default 1.5 times a step of half the slots.")
 flags.adopt_module_key_flags(entry)
 

@@ -188,9 +188,9 @@ def fleets(devices: int, slots: int, chunk: int) -> list[Fleet]:
 
 
 def promise(times: Times, prompt: float, slots: int, ttft: float | None = None, tpot: float | None = None) -> Promise:
-  """What is promised: as given, else 3 × what a prompt of this length takes, and 1.5 × a step of half the slots."""
+  """What is promised: as given, else 5 × what a prompt of this length takes, and 1.5 × a step of half the slots."""
   costs = _Costs(*map(_linear, times))
-  return Promise(ttft or 3 * costs.prefill(prompt), tpot or 1.5 * costs.step(max(slots // 2, 1)))
+  return Promise(ttft or 5 * costs.prefill(prompt), tpot or 1.5 * costs.step(max(slots // 2, 1)))
 
 
 def sweep(

@@ -38,7 +38,7 @@ def describe() -> dict[str, Any]:
 def line(facts: dict[str, Any]) -> str:
   """`describe()` in one line, for a title."""
   machine, versions = facts["machine"], facts["versions"]
-  where = f"{machine['cores']} cores of {machine['processor']}"
+  where = f"{machine['cores']} core{'s' * (machine['cores'] > 1)} of {machine['processor']}"
   if machine["device"] != "cpu":
     where = f"{machine['devices']} × {machine['device']}"
   commit = f", commit {facts['commit']}" if facts.get("commit") else ""

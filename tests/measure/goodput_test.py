@@ -119,7 +119,7 @@ def test_a_sweep_has_every_fleet_at_the_same_rates(tmp_path):
     "2 prefill : 1 decode",
   ]
   promise = goodput.promise(TIMES, 200, 4)
-  assert promise == (pytest.approx(3 * goodput._linear(TIMES.prefill)(200)), pytest.approx(1.5 * (0.02 + 0.01 / 7)))
+  assert promise == (pytest.approx(5 * goodput._linear(TIMES.prefill)(200)), pytest.approx(1.5 * (0.02 + 0.01 / 7)))
   sweep = goodput.sweep(TIMES, fleets, lambda rate: ask(rate, count=60), promise, scales=(0.5, 1.0), points=4)
   for line in sweep.lines:
     assert line.rates == sweep.lines[0].rates

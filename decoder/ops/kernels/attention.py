@@ -37,7 +37,8 @@ def decode_attend(
   """
   span = jnp.stack([jnp.asarray(x, jnp.int32) for x in blocks])
   asked = _Asked(query.scale, query.window, query.softcap, block)
-  return _native_or_plain(asked, query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, kv_positions, span)
+  run = _traced_once if isinstance(span, jax.core.Tracer) else _chosen  # of known blocks there are gradients
+  return run(asked, query.q_BTNH, k_BKSH, v_BKSH, query.positions_BT, kv_positions, span)
 
 
 class _Asked(NamedTuple):
@@ -61,7 +62,7 @@ def _chosen_jvp(asked: _Asked, primals: tuple, tangents: tuple) -> tuple[Array, 
 
 
 # The layers of a model have few shapes, which so are traced once; inlined, the program is as if this were not there.
-_native_or_plain = jax.jit(_chosen, static_argnums=0, inline=True)
+_traced_once = jax.jit(_chosen, static_argnums=0, inline=True)
 
 
 def _native(asked: _Asked, q_BTNH: Array, *others: Array) -> Array:

@@ -20,6 +20,7 @@ from decoder.measure import shapes, tiles
 from decoder.measure.shapes import Case
 from decoder.measure.topologies import Topology
 from decoder.models import registry
+from decoder.ops.quantised import KINDS
 from decoder.sharding import AXES, PARAMETERS, STATE
 
 _CACHE = "cache/layers/"
@@ -146,7 +147,16 @@ class Planner:
       told.append(f"data={sizes['data']}: weights are held {sizes['data']} times")
     if sizes.get("sequence", 1) > 1:
       told.append(f"sequence={sizes['sequence']}: weights are held by each of its {sizes['sequence']} devices")
+    if not self.suits(case.weights):
+      told.append(
+        f"{case.weights}: the TPUs' compiler writes weights in groups out, which takes memory and time that are not "
+        "counted here; int8 is read as it is"
+      )
     return told + over.notes(shapes.parameters(self.config, case.weights), PARAMETERS)
+
+  def suits(self, weights: str) -> bool:
+    """Whether the devices read weights in this format where they lie."""
+    return not (self.topology.device.tiled and weights in KINDS and KINDS[weights].grouped)
 
   def need(self, case: Case) -> Need:
     """Bytes of one device while a decode loop runs."""

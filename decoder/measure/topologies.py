@@ -59,14 +59,14 @@ class Topology(NamedTuple):
 # and links: Google's pages of each chip, where "bidirectional ICI bandwidth" counts sending and receiving (v4: six
 # links of 50 GB/s each way, arXiv:2304.01433). A hop takes 1 µs: https://jax-ml.github.io/scaling-book.
 # Fast memory: VMEM, and CMEM of v4, of all cores of a device, from the table in jax/_src/pallas/mosaic/tpu_info.py;
-# of the 128 MB of v5p and v6e the draw was seen to take 40 at most.
+# of the 128 MB of v5p and v6e the draw was seen to take 20 to 50.
 _HOP = 1e-6
 _PAGES = "https://docs.cloud.google.com/tpu/docs/"
 TPUS = {
   "v4": Device("v4", int(30.75 * _GIB), 1200 * _GB, 275 * _TERA, 300 * _GB, _HOP, _PAGES + "v4", 150 << 20),
   "v5e": Device("v5e", int(15.75 * _GIB), 819 * _GB, 197 * _TERA, 200 * _GB, _HOP, _PAGES + "v5e", 128 << 20),
-  "v5p": Device("v5p", int(95.73 * _GIB), 2765 * _GB, 459 * _TERA, 600 * _GB, _HOP, _PAGES + "v5p", 40 << 20),
-  "v6e": Device("v6e", int(31.24 * _GIB), 1638 * _GB, 918 * _TERA, 400 * _GB, _HOP, _PAGES + "v6e", 40 << 20),
+  "v5p": Device("v5p", int(95.73 * _GIB), 2765 * _GB, 459 * _TERA, 600 * _GB, _HOP, _PAGES + "v5p", 20 << 20),
+  "v6e": Device("v6e", int(31.24 * _GIB), 1638 * _GB, 918 * _TERA, 400 * _GB, _HOP, _PAGES + "v6e", 20 << 20),
   # half a chip: 7,380 GB/s, 2,307 TFLOP/s and 1,200 GB/s of links are a chip's
   "tpu7x": Device("tpu7x", int(94.74 * _GIB), 3690 * _GB, 1153.5 * _TERA, 300 * _GB, _HOP, _PAGES + "tpu7x", 64 << 20),
 }

@@ -168,8 +168,9 @@ class Planner:
       cache, rest = (cache + held, rest) if path.startswith(_CACHE) else (cache, rest + held)
       copied += count * tiles.turned(shape, dtype) if tiled and path.startswith(_CACHE) else 0
     logits = case.batch // self._size(case, "data") * of.vocabulary * 4
-    temporaries = copied + tiles.drawing(logits, self.topology.device.fast)
-    return Need(of.held, cache, rest, temporaries, tiles.code(len(self.network.cache_spec)))
+    layers = len(self.network.cache_spec)
+    temporaries = copied + tiles.drawing(logits, self.topology.device.fast) + (tiles.small(layers) if tiled else 0)
+    return Need(of.held, cache, rest, temporaries, tiles.code(layers))
 
   def speed(self, case: Case) -> Speed:
     """The least time of a step whose rows hold all tokens of their context."""

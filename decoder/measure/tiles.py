@@ -52,6 +52,11 @@ def drawing(logits: int, fast: int) -> int:
   return max(round(1.3 * logits), round(8.9 * logits - 0.9 * fast))
 
 
+def small(layers: int) -> int:
+  """Bytes of the many small arrays of a loop, each in a place of its own: about 1 MB a layer."""
+  return layers << 20
+
+
 def code(layers: int) -> int:
   """Bytes of the loop's own instructions, which a TPU keeps in its memory too."""
   return (16 << 20) + layers * (1 << 20)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from companions import head_module
 from compiled_test import Compilations
-from fixtures import CONFIG, V, byte_model, facade, rand_lm
+from fixtures import CONFIG, V, byte_model, facade, few, rand_lm
 
 import decoder
 from decoder import CheckpointError, Settings, checkpoint, drafters, generate
@@ -25,7 +25,7 @@ def saved(config, params, out):
   return checkpoint.save(params, config, {}, out, progress=False)
 
 
-KINDS = [pytest.param("head", marks=pytest.mark.slow), "draft"]
+KINDS = few(["draft", "head"], 1)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ probabilities by the last token. SCRIPT-LM: a prescribed list of tokens after a 
 
 import functools
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +231,16 @@ def begin(network: Network, rows: list[list[int]], limits: list[int], *, seeds=N
   return pending(state, lengths - width, width)
 
 
-def few(cases, quick: int) -> list:
+def few(cases: list, quick: int) -> list:
   """The first of some cases as they are; the others are slow."""
-  rest = [case if isinstance(case, tuple) else (case,) for case in list(cases)[quick:]]
-  return [*list(cases)[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+  rest = [case if isinstance(case, tuple) else (case,) for case in cases[quick:]]
+  return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+
+
+def free_port() -> int:
+  with socket.socket() as one:
+    one.bind(("127.0.0.1", 0))
+    return one.getsockname()[1]
 
 
 def byte_model(directory: Path) -> Path:

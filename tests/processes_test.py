@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from fixtures import byte_model
+from fixtures import byte_model, free_port
 
 from decoder import processes
 from decoder.decoding import Decoding
@@ -165,12 +164,6 @@ def test_who_is_alone_joins_nobody():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
   return byte_model(tmp_path_factory.mktemp("tiny"))
-
-
-def free_port() -> int:
-  with socket.socket() as one:
-    one.bind(("127.0.0.1", 0))
-    return one.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """From a name or a path to parameters on the device."""
 
 import concurrent.futures
-import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -125,14 +124,12 @@ def place(
   striped = weights is not None and placement.alone and build.ready()  # the order that the CPU kernels stream
   room, tensors = memory.Room(), source.tensors
 
-  def copied(part: np.ndarray, kind: str | None) -> np.ndarray:
-    return room.copy(part, part.dtype if kind else dtype)
-
   def put(path: str, tensor: Tensor) -> Any:
     kind = kind_of(path, tensor, weights)
     value = read_quantised(tensor, kind, striped) if kind else tensor.read()
     as_stored = source.stable and tensor.kind == kind and (kind or value.dtype == dtype)
-    value = placement.put(path, value, np.asarray if as_stored else functools.partial(copied, kind=kind))
+    copy = np.asarray if as_stored else lambda part: room.copy(part, part.dtype if kind else dtype)
+    value = placement.put(path, value, copy)
     advance(tensor.size * dtype.itemsize)
     return value
 

@@ -70,12 +70,10 @@ def _formats(planner: Planner, wish: Wish) -> list[str]:
 def _formats_of(planner: Planner, wish: Wish) -> list[str]:
   """Formats that the devices suit and that take less than the one asked for, those with the most bits first."""
   sizes = {}
-  for name in filter(planner.suits, FORMATS):
+  for name in dict.fromkeys([*filter(planner.suits, FORMATS), wish.weights]):
     plan = planner.best(name, wish.cache, 1, _STEP)
     sizes[name] = plan.need.weights if plan else 0
-  asked = planner.best(wish.weights, wish.cache, 1, _STEP)
-  most = asked.need.weights if asked else 0
-  return sorted((name for name in sizes if sizes[name] < most), key=sizes.get, reverse=True)
+  return sorted((name for name in sizes if sizes[name] < sizes[wish.weights]), key=sizes.get, reverse=True)
 
 
 def _fits(planner: Planner, wish: Wish) -> bool:

@@ -162,14 +162,14 @@ class Planner:
     """Bytes of one device while a decode loop runs."""
     of, tiled = _weights(self, case.weights, case.sizes), self.topology.device.tiled
     cache = rest = 0
-    copied = of.copied if tiled else 0
+    layers = len(self.network.cache_spec)
+    beside = of.copied + tiles.small(layers) if tiled else 0  # what the compiler adds for tiles' sake
     for path, shape, dtype, count in self._state(case):
       held = count * self._held(shape, dtype)
       cache, rest = (cache + held, rest) if path.startswith(_CACHE) else (cache, rest + held)
-      copied += count * tiles.turned(shape, dtype) if tiled and path.startswith(_CACHE) else 0
+      beside += count * tiles.turned(shape, dtype) if tiled and path.startswith(_CACHE) else 0
     logits = case.batch // self._size(case, "data") * of.vocabulary * 4
-    layers = len(self.network.cache_spec)
-    temporaries = copied + tiles.drawing(logits, self.topology.device.fast) + (tiles.small(layers) if tiled else 0)
+    temporaries = beside + tiles.drawing(logits, self.topology.device.fast)
     return Need(of.held, cache, rest, temporaries, tiles.code(layers))
 
   def speed(self, case: Case) -> Speed:

@@ -5,7 +5,6 @@ By hand, with the figures: python -m pytest tests/checkpoint/memory_test.py --sl
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from fixtures import free_port
 from safetensors.numpy import save_file
 
 pytestmark = [
@@ -121,7 +121,7 @@ def test_conversion_peaks_below_three_tensors_and_200_mb(tiny, tmp_path, kind):
 LOAD = """if True:
   import sys, threading
   import decoder
-  from decoder import checkpoint, generate, processes
+  from decoder import processes
   own = lambda: int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) / 1024
   path, dtype, mesh, coordinator, number, count = sys.argv[1:]
   with processes.join(coordinator, int(number), int(count)):
@@ -133,19 +133,17 @@ LOAD = """if True:
         seen.append(own())
     looking = threading.Thread(target=look)
     looking.start()
-    found = checkpoint.load(path, dtype, progress=False, placement=generate._placement(mesh))
+    lm = decoder.load(path, dtype=dtype, mesh=mesh)
     done.set()
     looking.join()
-    held = [shard.data.nbytes for leaf in jax.tree.leaves(found.params) for shard in leaf.addressable_shards]
+    held = [shard.data.nbytes for leaf in jax.tree.leaves(lm.params) for shard in leaf.addressable_shards]
     print(max(seen) - base, sum(held) / 2**20, flush=True)
 """
 
 
 def load_together(path: Path, dtype: str, mesh: str) -> list[tuple[float, float]]:
   """(MB that loading takes above what was there, MB of its shard) of each of two processes."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    at = f"127.0.0.1:{free.getsockname()[1]}"
+  at = f"127.0.0.1:{free_port()}"
   environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
   command = [sys.executable, "-c", LOAD, str(path), dtype, mesh, at]
   running = [

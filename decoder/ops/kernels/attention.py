@@ -1,6 +1,5 @@
 """Attention of a few query tokens over a contiguous cache, on CPU through C++: filled blocks only, read in place."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ from jax import lax
 
 from decoder.ops import attention
 from decoder.ops.kernels import build
+from decoder.ops.kernels.dispatch import native_or_plain, traced_once
 from decoder.types import Array
 
 FEW = 16  # query tokens; a prompt's chunk has enough work a key for XLA's dots
@@ -50,21 +50,6 @@ class _Asked(NamedTuple):
   block: int
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _chosen(asked: _Asked, *operands: Array) -> Array:
-  native, plain = functools.partial(_native, asked), functools.partial(_plain, asked)
-  return lax.platform_dependent(*operands, cpu=native, default=plain)
-
-
-@_chosen.defjvp
-def _chosen_jvp(asked: _Asked, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-  return _chosen(asked, *primals), jax.jvp(functools.partial(_plain, asked), primals, tangents)[1]
-
-
-# The layers of a model have few shapes, which so are traced once; inlined, the program is as if this were not there.
-_traced_once = jax.jit(_chosen, static_argnums=0, inline=True)
-
-
 def _native(asked: _Asked, q_BTNH: Array, *others: Array) -> Array:
   call = jax.ffi.ffi_call("decoder_attend", jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32), vmap_method="sequential")
   out = call(
@@ -78,6 +63,10 @@ def _native(asked: _Asked, q_BTNH: Array, *others: Array) -> Array:
 def _plain(asked: _Asked, q_BTNH: Array, k: Array, v: Array, positions_BT: Array, kv: Array, span: Array) -> Array:
   query = attention.Query(q_BTNH, positions_BT, asked.scale, window=asked.window, softcap=asked.softcap)
   return reference(query, k, v, kv, (span[0], span[1]), asked.block)
+
+
+_chosen = native_or_plain(_native, _plain)
+_traced_once = traced_once(_chosen)
 
 
 def reference(

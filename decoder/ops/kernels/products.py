@@ -5,7 +5,6 @@ One call does what stands around a layer's products too, since memory idles betw
 and after them the gate or the residual sum. Of stacked weights it reads the `Part` that is asked for where it lies.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from jax import lax
 
 from decoder.ops import quantised
 from decoder.ops.kernels import build
+from decoder.ops.kernels.dispatch import native_or_plain, traced_once
 from decoder.ops.norm import Normed
 from decoder.ops.stacked import Part, whole_stripes
 from decoder.types import Array, QTensor
@@ -115,21 +115,6 @@ def _plain(
   return tuple(results) if residual is None else (residual + results[0],)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _chosen(task: _Task, *operands) -> tuple[Array, ...]:
-  native, plain = functools.partial(_native, task), functools.partial(_plain, task)
-  return lax.platform_dependent(*operands, cpu=native, default=plain)
-
-
-@_chosen.defjvp
-def _chosen_jvp(task: _Task, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-  return _chosen(task, *primals), jax.jvp(functools.partial(_plain, task), primals, tangents)[1]
-
-
-# Products of many layers have few shapes, which so are traced once; inlined, the program is as if this were not there.
-_native_or_plain = jax.jit(_chosen, static_argnums=0, inline=True)
-
-
 def _native(
   task: _Task, x: Array, scale_D: Array | None, residual: Array | None, weights: tuple[Array | QTensor | Part, ...]
 ) -> tuple[Array, ...]:
@@ -153,3 +138,6 @@ def _native(
     epsilon=np.float32(task.epsilon or 0.0), gated=task.gated,
   )  # fmt: skip
   return tuple(result.astype(x.dtype) for result in results)
+
+
+_native_or_plain = traced_once(native_or_plain(_native, _plain))

@@ -84,8 +84,7 @@ def check(formats: list[str], axes: Any) -> None:
   for name, least in (("tokens", 2), ("rounds", 1)):
     if FLAGS[name].value < least:
       raise ValueError(f"--{name} wants a whole number ≥ {least}, got {FLAGS[name].value}")
-  if FLAGS.json and not Path(FLAGS.json).expanduser().absolute().parent.is_dir():
-    raise ValueError(f"--json: the directory of {FLAGS.json} does not exist; create it")
+  entry.check_folder("json")
   sensible(axes, formats[0], None)
 
 

@@ -4,6 +4,7 @@ import logging as python_logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
@@ -46,6 +47,13 @@ def run(main: Callable[[], None]) -> None:
       _fail(error)
 
   app.run(guarded, flags_parser=parse)
+
+
+def check_folder(name: str) -> None:
+  """ValueError where the file that this flag names, if it does, has no directory to lie in: before work is done."""
+  file = FLAGS[name].value
+  if file and not Path(file).expanduser().absolute().parent.is_dir():
+    raise ValueError(f"--{name}: the directory of {file} does not exist; create it")
 
 
 def _fail(error: Any) -> None:

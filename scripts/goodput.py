@@ -37,10 +37,12 @@ flags.adopt_module_key_flags(entry)
 
 
 def main() -> None:
+  for name in ("measure", "out"):
+    entry.check_folder(name)
   if FLAGS.measure is not None:
-    measure(Path(FLAGS.measure))
+    measure(Path(FLAGS.measure).expanduser())
   elif FLAGS.times is not None:
-    simulate(Path(FLAGS.times))
+    simulate(Path(FLAGS.times).expanduser())
   else:
     raise ValueError("give --measure FILE to measure, or --times FILE to simulate")
 
@@ -49,6 +51,7 @@ def measure(file: Path) -> None:
   os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core is one device; before JAX counts them
   import socket
 
+  from decoder.checkpoint.atomic import write_file
   from decoder.measure import apart, machine
   from decoder.serving.engine import Slots
   from decoder.serving.transfer import Connection
@@ -64,7 +67,7 @@ def measure(file: Path) -> None:
     "move": apart.move_times(lm, programs, sorted(FLAGS.length), pair, Slots(programs, 1, capacity, settings)),
   }
   facts = {"model": FLAGS.model, "chunk": FLAGS.chunk, "held": FLAGS.held, **machine.describe()}
-  file.write_text(json.dumps({**times, **facts}, indent=1) + "\n", encoding="utf-8")
+  write_file(file, (json.dumps({**times, **facts}, indent=1) + "\n").encode())
   for name, points in times.items():
     print(name, "  ".join(f"{size}: {1e3 * seconds:.1f} ms" for size, seconds in points))
 
@@ -84,7 +87,7 @@ def simulate(file: Path) -> None:
   for line in sweep.lines:
     print(f"{line.fleet.name:34s} {line.highest:.4f} requests a second and device")
   if FLAGS.out is not None:
-    goodput_plots.draw(sweep, facts, Path(FLAGS.out))
+    goodput_plots.draw(sweep, facts, Path(FLAGS.out).expanduser())
 
 
 if __name__ == "__main__":

@@ -68,8 +68,7 @@ def check() -> None:
   for name in ("context", "batch"):
     if FLAGS[name].value < 1:
       raise ValueError(f"--{name} wants a whole number ≥ 1, got {FLAGS[name].value}")
-  if FLAGS.plot and not Path(FLAGS.plot).expanduser().absolute().parent.is_dir():
-    raise ValueError(f"--plot: the directory of {FLAGS.plot} does not exist; create it")
+  entry.check_folder("plot")
 
 
 def chosen(planner: Any, wish: Any) -> list[Any]:

@@ -47,9 +47,11 @@ def main() -> None:
     os.sched_setaffinity(0, {int(core) for core in FLAGS.cores})  # before JAX counts them to size its pool of threads
     {"prefill": prefill, "decode": decode, "together": together}[FLAGS.role]()
     return
+  entry.check_folder("json")
   cores = sorted(os.sched_getaffinity(0))
   if len(cores) < 2:
     raise ValueError(f"two processes want a core each, got {len(cores)}")
+  from decoder.checkpoint.atomic import write_file
   from decoder.measure.apart import line
 
   results = {"work": _work()._asdict()}
@@ -57,7 +59,7 @@ def main() -> None:
     print(line(name, told), flush=True)
     results[name] = told
     if FLAGS.json is not None:
-      Path(FLAGS.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+      write_file(Path(FLAGS.json).expanduser(), (json.dumps(results, indent=1) + "\n").encode())
 
 
 def _measured(cores: Sequence[int]) -> Iterator[tuple[str, dict]]:

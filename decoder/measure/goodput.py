@@ -20,7 +20,8 @@ from typing import NamedTuple
 class Times(NamedTuple):
   """Measured on one device. prefill: (tokens, seconds) of reading prompts with their first draw; step: (rows, seconds)
   of a step; move: (tokens, seconds) from a prompt's end to its row's being in a batch elsewhere. Each ascending and at
-  least one; between them, and beyond the last two, linear."""
+  least one; between them, and beyond the last two, linear. Where a larger one measured less, which is noise, it counts
+  as the slowest below it."""
 
   prefill: Sequence[tuple[int, float]]
   step: Sequence[tuple[int, float]]
@@ -85,8 +86,8 @@ def read_times(file: Path) -> Times:
     raise ValueError(f"{file} holds no serving times; name a file that scripts/goodput.py --measure wrote") from error
   for name, points in zip(Times._fields, times):
     sizes = [x for x, _ in points]
-    if not points or sizes != sorted(set(sizes)) or min(y for _, y in points) < 0:
-      raise ValueError(f"{file}: {name} wants (size, seconds) by ascending sizes, got {points[:4]}")
+    if not points or sizes != sorted(set(sizes)) or min(y for _, y in points) <= 0:
+      raise ValueError(f"{file}: {name} wants (size, seconds above 0) by ascending sizes, got {points[:4]}")
   return times
 
 
@@ -142,7 +143,7 @@ def highest_rate(
   ask: Callable[[float], Sequence[Asked]], times: Times, fleet: Fleet, promise: Promise, share: float = 0.9
 ) -> float:
   """The goodput that DistServe plots: the highest rate, a second and device, at which `share` of the requests keep
-  their promise; to 1 %, and 0 where not even a nearly idle fleet does."""
+  their promise; to 1 %, and 0 where not even a nearly idle fleet does. ValueError where they keep it at any rate."""
 
   def enough(rate: float) -> bool:
     return attainment(simulate(ask(rate), times, fleet), promise) >= share
@@ -153,6 +154,9 @@ def highest_rate(
   high = 1e-3
   while enough(high):
     low, high = high, 2 * high
+    if high > 1e9:
+      count = len(ask(high))
+      raise ValueError(f"{fleet.name}: even {count} requests at once keep {promise}; simulate more requests")
   while high > 1.01 * low:
     middle = (low * high) ** 0.5
     low, high = (middle, high) if enough(middle) else (low, middle)
@@ -304,8 +308,9 @@ def _read(
 
 
 def _linear(points: Sequence[tuple[int, float]]) -> Callable[[float], float]:
-  """Through the points; below the first as at it, beyond the last as between the last two, and never below 0."""
+  """Through the points, never falling; below the first as at it, beyond the last as between the last two."""
   places = [x for x, _ in points]
+  points = list(zip(places, itertools.accumulate((y for _, y in points), max)))
   known: dict[float, float] = {}
 
   def at(x: float) -> float:
@@ -313,7 +318,7 @@ def _linear(points: Sequence[tuple[int, float]]) -> Callable[[float], float]:
       return points[0][1]
     i = min(bisect.bisect_right(places, x), len(points) - 1)
     (x0, y0), (x1, y1) = points[i - 1], points[i]
-    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), 0.0)
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
   def remembered(x: float) -> float:
     if x not in known:

@@ -97,6 +97,21 @@ def test_a_longer_promise_and_a_lower_rate_are_never_worse():
   assert goodput.highest_rate(ask, TIMES, fleet, Promise(0.001, 0.05)) == 0
 
 
+def test_noise_in_the_times_makes_nothing_free():
+  """Found in CI: eight rows took less time than four, so sixteen took none, and no rate was too high."""
+  noisy = Times([(16, 0.004), (40, 0.002)], [(1, 0.003), (4, 0.001)], [(16, 0.002), (40, 0.001)])
+  costs = goodput._Costs(*map(goodput._linear, noisy))
+  assert (costs.prefill(1000), costs.step(16), costs.move(28)) == (0.004, 0.003, 0.002)
+  for fleet in FLEETS:
+    assert 0 < goodput.highest_rate(ask, noisy, fleet, goodput.promise(noisy, 256, 16)) < 1e4
+
+
+@named
+def test_a_promise_that_any_rate_keeps_is_refused(fleet):
+  with pytest.raises(ValueError, match="even 200 requests at once"):
+    goodput.highest_rate(ask, TIMES, fleet, Promise(1e6, 1e6))
+
+
 def test_a_simulation_that_loses_requests_is_found(monkeypatch):
   """Negative control: a device that forgets whom it has no slot for."""
   turn = goodput._Device.turn
@@ -146,6 +161,9 @@ def test_files_and_fleets_that_make_no_sense_are_refused(tmp_path):
       goodput.read_times(file)
   file.write_text(json.dumps({**TIMES._asdict(), "step": [[4, 1.0], [2, 1.0]]}))
   with pytest.raises(ValueError, match="ascending"):
+    goodput.read_times(file)
+  file.write_text(json.dumps({**TIMES._asdict(), "step": [[1, 0.0], [2, 1.0]]}))
+  with pytest.raises(ValueError, match="above 0"):
     goodput.read_times(file)
   for fleet in (
     Fleet(prefill=1),

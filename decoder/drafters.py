@@ -112,11 +112,13 @@ def _as_head(lm: Any, config: dict[str, Any]) -> Head:
     return run(params.companion.head, vectors_BTD, features_BTD, positions_BT, cache)
 
   def logits(params: Both, features_BD: Array) -> Array:
-    logits_BR = linear(features_BD, params.companion.table_RD).astype(jnp.float32)
-    nothing_BV = jnp.full((features_BD.shape[0], network.vocab_size), -jnp.inf)
+    return linear(features_BD, params.companion.table_RD)
+
+  def spread(params: Both, logits_BR: Array) -> Array:
+    nothing_BV = jnp.full((logits_BR.shape[0], network.vocab_size), -jnp.inf)
     return nothing_BV.at[:, params.companion.ids_R].set(logits_BR)
 
-  return Head(_caches(lm, spec), forward, logits, config["hidden_size"], network.dtype)
+  return Head(_caches(lm, spec), forward, logits, config["hidden_size"], network.dtype, spread)
 
 
 def _caches(lm: Any, spec: Sequence[LayerSpec]) -> Callable[[int, int], Cache]:

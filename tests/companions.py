@@ -91,11 +91,13 @@ def small_head():
     return module.apply({"params": both.companion}, vectors_BTD, features_BTD, positions_BT, cache)
 
   def logits(both, features_BD):
-    logits_BR = features_BD @ both.model["embed"]["weight"][::2].T
-    return jnp.full((features_BD.shape[0], 64), -jnp.inf).at[:, ::2].set(logits_BR)
+    return features_BD @ both.model["embed"]["weight"][::2].T
+
+  def spread(both, logits_BR):
+    return jnp.full((logits_BR.shape[0], 64), -jnp.inf).at[:, ::2].set(logits_BR)
 
   spec = module.cache_spec()
-  head = Head(lambda rows, capacity: allocate(spec, rows, capacity), forward, logits, D, jnp.float32)
+  head = Head(lambda rows, capacity: allocate(spec, rows, capacity), forward, logits, D, jnp.float32, spread)
   return feature_head(head), params
 
 

@@ -8,6 +8,7 @@ one cache, and `accompanied` makes a Model of a Model: whatever reads a prompt o
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -20,13 +21,13 @@ class Companion(NamedTuple):
 
   allocate: (rows, capacity) -> an empty memory. read: (params, tokens_BT, positions_BT, features_BTD, memory) ->
   memory, after the model read those tokens and found those features. guess: (params, token_B, position_B, memory) ->
-  (logits_BV, memory), what may follow one token more, which the model has not read; its position is NONE where none is.
-  Params are `Both`.
+  (logits_BV, sure_B, memory), what may follow one token more, which the model has not read, and the chance of the most
+  probable; its position is NONE where none is. Params are `Both`.
   """
 
   allocate: Callable[[int, int], Any]
   read: Callable[[Params, Array, Array, Array, Any], Any]
-  guess: Callable[[Params, Array, Array, Any], tuple[Array, Any]]
+  guess: Callable[[Params, Array, Array, Any], tuple[Array, Array, Any]]
 
 
 class Both(NamedTuple):
@@ -104,11 +105,16 @@ def second_model(model: Model, allocate: Callable[[int, int], Cache]) -> Compani
   def read(params: Both, tokens_BT: Array, positions_BT: Array, features_BTD: Array, cache: Cache) -> Cache:
     return model.forward(params.companion, tokens_BT, positions_BT, cache)[1]
 
-  def guess(params: Both, token_B: Array, position_B: Array, cache: Cache) -> tuple[Array, Cache]:
+  def guess(params: Both, token_B: Array, position_B: Array, cache: Cache) -> tuple[Array, Array, Cache]:
     features_BTD, cache = model.forward(params.companion, token_B[:, None], position_B[:, None], cache)
-    return model.head(params.companion, features_BTD[:, 0]).astype(jnp.float32), cache
+    logits_BV = model.head(params.companion, features_BTD[:, 0]).astype(jnp.float32)
+    return logits_BV, _sure(logits_BV), cache
 
   return Companion(allocate, read, guess)
+
+
+def _sure(logits_BV: Array) -> Array:
+  return jnp.max(jax.nn.softmax(logits_BV), axis=1)
 
 
 RECENT = 8  # tokens whose features are kept: as many as a block of drafts may have
@@ -177,8 +183,9 @@ class Head(NamedTuple):
   """A network that says what follows from a token and the features of the one before it.
 
   allocate: (rows, capacity) -> Cache. forward: (params, tokens_BT, features_BTD, positions_BT, cache) -> (features_BTD,
-  cache), what it takes the model's features of these tokens to be. logits: (params, features_BD) -> logits_BV. Params
-  are `Both`. size, dtype: of features.
+  cache), what it takes the model's features of these tokens to be. logits: (params, features_BD) -> logits_BR of the
+  tokens that it drafts; spread: (params, logits_BR) -> logits_BV, where those are not all. Params are `Both`. size,
+  dtype: of features.
   """
 
   allocate: Callable[[int, int], Cache]
@@ -186,6 +193,7 @@ class Head(NamedTuple):
   logits: Callable
   size: int
   dtype: Any
+  spread: Callable[[Params, Array], Array] = lambda params, logits_BV: logits_BV
 
 
 def feature_head(head: Head) -> Companion:
@@ -200,12 +208,13 @@ def feature_head(head: Head) -> Companion:
     _, cache = head.forward(params, tokens_BT, before_BTD, positions_BT, memory.cache)
     return memory.replace(cache=cache).noted(features_BTD, positions_BT)
 
-  def guess(params: Both, token_B: Array, position_B: Array, memory: Followed) -> tuple[Array, Followed]:
+  def guess(params: Both, token_B: Array, position_B: Array, memory: Followed) -> tuple[Array, Array, Followed]:
     positions_B1 = position_B[:, None]
     features_B1D, cache = head.forward(
       params, token_B[:, None], memory.before(positions_B1), positions_B1, memory.cache
     )
     memory = memory.replace(cache=cache).noted(features_B1D, positions_B1)
-    return head.logits(params, features_B1D[:, 0]).astype(jnp.float32), memory
+    logits_BR = head.logits(params, features_B1D[:, 0]).astype(jnp.float32)
+    return head.spread(params, logits_BR), _sure(logits_BR), memory
 
   return Companion(allocate, read, guess)

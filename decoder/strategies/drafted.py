@@ -63,20 +63,22 @@ def drafted(
 
     def guess(now: _Guessing) -> _Guessing:
       position_B = jnp.where(now.j < now.count_B, last_B + now.j, NONE)
-      raw_BV, memory = companion.guess(params, now.token_B, position_B, now.memory)
-      reach_B = now.reach_B * jnp.max(jax.nn.softmax(raw_BV), axis=1)
+      raw_BV, sure_B, memory = companion.guess(params, now.token_B, position_B, now.memory)
+      reach_B = now.reach_B * sure_B
       count_B = jnp.where(reach_B < least, jnp.minimum(now.count_B, now.j), now.count_B)
       going_B = now.j < count_B
+      # If the next is kept no oftener than those so far, is it worth being looked for?
+      count_B = jnp.where(reach_B * state.settings.memory < least, jnp.minimum(count_B, now.j + 1), count_B)
       at_B = jax.vmap(jax.random.fold_in)(state.key_B, state.length_B + now.j)
       context_B = Context(now.context_BL, state.length_B + now.j, state.prompt_B, state.ends_BE, state.limit_B, at_B)
       law_BV = jax.vmap(chain.update)(without_padding(raw_BV, vocab_size), now.settings, context_B)
-      token_B = jax.vmap(draft)(at_B, law_BV)
+      token_B, log_BV = jax.vmap(draft)(at_B, law_BV)
       settings = jax.vmap(chain.observe)(now.settings, token_B, law_BV)
       slot_B = jnp.where(going_B, state.length_B + now.j, now.context_BL.shape[1])  # past the end: dropped
       context_BL = now.context_BL.at[jnp.arange(rows), slot_B].set(token_B, mode="drop")
       return _Guessing(
         now.j + 1, count_B, reach_B, token_B, memory, settings, context_BL, now.tokens_BK.at[:, now.j].set(token_B),
-        now.laws_BKV.at[:, now.j].set(law_BV),
+        now.laws_BKV.at[:, now.j].set(log_BV),
       )  # fmt: skip
 
     size_V = jax.eval_shape(companion.guess, params, last_B, last_B, state.cache.memory)[0].shape[-1]

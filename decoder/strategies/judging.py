@@ -159,20 +159,19 @@ def advanced(
   return state, Emission(judged_B.tokens_J, judged_B.count, Info(judged_B.finish, judged_B.details))
 
 
-def draft(key: Key, law_V: Array) -> Array:
-  """A guess (int32) by the law of these logits, with the key of its position. By inversion, since a guess may differ
-  where rounding does: first which stretch of ids, then which of them, so no running sum is longer than a stretch."""
-  size = law_V.shape[0]
-  weight_V = jnp.exp(law_V - jnp.max(law_V))
-  weight_SW = jnp.pad(weight_V, (0, -size % _STRETCH)).reshape(-1, _STRETCH)
-  sum_S = jnp.sum(weight_SW, axis=1)
-  upto_S = jnp.cumsum(sum_S)
+def draft(key: Key, logits_V: Array) -> tuple[Array, Array]:
+  """A guess (int32) by the law of these logits, with the key of its position, and that law as log-probs. By inversion,
+  since a guess may differ where rounding does: first which stretch of ids, then which of them, so no running sum is
+  longer than a stretch."""
+  weight_SW, upto_S, log_total = _weighed(logits_V)
   reached = jax.random.uniform(draft_key(key)) * upto_S[-1]
-  stretch = jnp.minimum(jnp.sum(upto_S <= reached), sum_S.shape[0] - 1)
-  within_W = jnp.cumsum(weight_SW[stretch]) + upto_S[stretch] - sum_S[stretch]
-  token = jnp.minimum(stretch * _STRETCH + jnp.sum(within_W <= reached), size - 1)
-  # Rounding at a border may reach what has no chance; the most probable instead.
-  return jnp.where(weight_V[token] > 0, token, jnp.argmax(law_V)).astype(jnp.int32)
+  stretch = jnp.minimum(jnp.sum(upto_S <= reached), jnp.argmax(upto_S))  # the last that adds anything
+  weight_W = weight_SW[stretch]
+  within = jnp.sum(jnp.cumsum(weight_W) + upto_S[stretch] - jnp.sum(weight_W) <= reached)
+  # Rounding at a border may reach what has no chance: the most probable of the stretch instead.
+  within = jnp.where(weight_W[jnp.minimum(within, _STRETCH - 1)] > 0, within, jnp.argmax(weight_W))
+  token = stretch * _STRETCH + jnp.minimum(within, _STRETCH - 1)
+  return token.astype(jnp.int32), logits_V - log_total
 
 
 def draft_key(key: Key) -> Key:
@@ -183,23 +182,31 @@ def draft_key(key: Key) -> Key:
 
 def after_guess(law_V: Array, guess: Array, judged: Array, key: Key, kept_V: Array) -> Array:
   """A token by the law p of kept_V which, where the guess is judged, is as often as can be the guess, drawn from the
-  law q of law_V: it is kept with chance min(1, p/q), else replaced by a draw from what p has more than q."""
-  p_V, q_V = _log_law(kept_V), _log_law(law_V)
+  law q of law_V, log-probs: it is kept with chance min(1, p/q), else replaced by a draw from what p has more than q."""
+  weight_SW, upto_S, log_total = _weighed(kept_V)
   chance = jax.random.uniform(jax.random.fold_in(key, _ACCEPT))
-  is_kept = judged & (jnp.log(chance) < p_V[guess] - q_V[guess])
+  is_kept = judged & (jnp.log(chance) < kept_V[guess] - log_total - law_V[guess])
 
-  def drawn(_: Array, kept_V: Array, p_V: Array, q_V: Array, judged: Array, words: Array) -> Array:
-    rest_V = only_if(judged, _more, kept_V, p_V, q_V)
+  def drawn(
+    _: Array, judged: Array, words: Array, kept_V: Array, weight_SW: Array, total: Array, law_V: Array
+  ) -> Array:
+    rest_V = only_if(judged, _more, kept_V, weight_SW.ravel()[: law_V.shape[0]] / total, law_V)
     return categorical(jax.random.wrap_key_data(words), rest_V)
 
-  return only_if(~is_kept, drawn, guess, kept_V, p_V, q_V, judged, jax.random.key_data(key))
+  return only_if(~is_kept, drawn, guess, judged, jax.random.key_data(key), kept_V, weight_SW, upto_S[-1], law_V)
 
 
-def _more(kept_V: Array, p_V: Array, q_V: Array) -> Array:
-  """Logits of what p has more than q, both in logarithms; those of p where, in rounding, that is nothing."""
-  more_V = jnp.maximum(jnp.exp(p_V) - jnp.exp(q_V), 0.0)
+def _weighed(logits_V: Array) -> tuple[Array, Array, Array]:
+  """What some logits weigh, relative to the largest, in stretches of ids; the sums of all stretches up to each; and the
+  logarithm of what they weigh in all. XLA's CPU backend takes eight times as long to sum a vocabulary at once."""
+  most = jnp.max(logits_V)
+  weight_V = jnp.exp(logits_V - most)
+  weight_SW = jnp.pad(weight_V, (0, -weight_V.shape[0] % _STRETCH)).reshape(-1, _STRETCH)
+  upto_S = jnp.cumsum(jnp.sum(weight_SW, axis=1))
+  return weight_SW, upto_S, most + jnp.log(upto_S[-1])
+
+
+def _more(kept_V: Array, p_V: Array, log_q_V: Array) -> Array:
+  """Logits of what p has more than q; kept_V, those of p, where in rounding that is nothing."""
+  more_V = jnp.maximum(p_V - jnp.exp(log_q_V), 0.0)
   return jnp.where(jnp.any(more_V > 0), jnp.log(more_V), kept_V)
-
-
-def _log_law(logits_V: Array) -> Array:
-  return logits_V - jax.nn.logsumexp(logits_V)

@@ -32,8 +32,8 @@ SIZES = tuple(block - 1 for block in BLOCKS[1:])  # guesses that fill a block, w
 
 
 class Drafts(NamedTuple):
-  """tokens_BK: guesses of what follows, in order; count_B: how many of them there are. laws_BKV: the logits whose law
-  each was drawn from, after the chain, with `draft_key`; None for guesses made without chance."""
+  """tokens_BK: guesses of what follows, in order; count_B: how many of them there are. laws_BKV: the law, in
+  log-probs, that each was drawn from, after the chain, with `draft_key`; None for guesses made without chance."""
 
   tokens_BK: Array
   count_B: Array

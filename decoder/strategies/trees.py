@@ -148,7 +148,7 @@ def _guesses(
   for depth, width in enumerate(widths):
     length_B = state.length_B + depth
     going_B = (state.finish_B == Finish.RUNNING) & (length_B < state.limit_B)
-    raw_BV, memory = companion.guess(params, token_B, jnp.where(going_B, length_B - 1, NONE), memory)
+    raw_BV, _, memory = companion.guess(params, token_B, jnp.where(going_B, length_B - 1, NONE), memory)
     at_B = jax.vmap(jax.random.fold_in)(state.key_B, length_B)
     context_B = Context(context_BL, length_B, state.prompt_B, state.ends_BE, state.limit_B, at_B)
     law_BV = jax.vmap(chain.update)(without_padding(raw_BV, vocab_size), settings, context_B)

@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures import V, begin, rand_lm
-from strategies.speculative_test import CHAINS, LIMITS, ROWS, SEEDS, SIZE, knowing, proposer, whole_texts, wrong
+from strategies.speculative_test import (
+  CHAINS,
+  GUESSED,
+  LIMITS,
+  ROWS,
+  SEEDS,
+  SIZE,
+  knowing,
+  proposer,
+  whole_texts,
+  wrong,
+)
 
 from decoder.ops.kernels import build
 from decoder.ops.kernels.channel import Channel, over
@@ -87,8 +98,7 @@ def proposers(name):
   return {"wrong": proposer(wrong), "lookup": lookup(1), "right": known(4), "half right": known(2)}
 
 
-@pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.parametrize("guesses", ["wrong", "lookup", "right", "half right"])
+@pytest.mark.parametrize(("guesses", "name"), GUESSED)
 def test_the_text_is_plain_decodings_under_the_same_masks(name, guesses):
   state, got = step_by_step(name, proposers(name)[guesses])
   assert got == bound_texts(name)

@@ -125,7 +125,7 @@ def test_chi_square_where_guessing_stops_when_the_draft_is_unsure():
 
 def test_c86_an_argmax_draft_judged_by_q_is_found_out(monkeypatch):
   """C86, negative control: guesses are the draft's best, and yet the ratio uses its law."""
-  best = lambda key, law_V: jnp.argmax(law_V).astype(jnp.int32)  # noqa: E731
+  best = lambda key, logits_V: (jnp.argmax(logits_V).astype(jnp.int32), jax.nn.log_softmax(logits_V))  # noqa: E731
   monkeypatch.setattr(sys.modules["decoder.strategies.drafted"], "draft", best)
   assert pvalue(joint(laws(1), laws(2), CHAINS["plain"]), expected("plain", 1)) < 1e-9
 
@@ -138,7 +138,8 @@ def test_c89_drawing_from_p_after_a_refusal_is_found_out(monkeypatch):
 
 def test_a_guess_that_depends_on_what_replaces_it_is_found_out(monkeypatch):
   """Negative control: a guess drawn with the very noise that draws what replaces it."""
-  monkeypatch.setattr(sys.modules["decoder.strategies.drafted"], "draft", categorical)
+  again = lambda key, logits_V: (categorical(key, logits_V), jax.nn.log_softmax(logits_V))  # noqa: E731
+  monkeypatch.setattr(sys.modules["decoder.strategies.drafted"], "draft", again)
   assert pvalue(joint(laws(1), laws(2), CHAINS["plain"]), expected("plain", 1)) < 1e-9
 
 
@@ -147,10 +148,13 @@ def test_guesses_have_the_law_that_they_are_said_to_have(size):
   logits = np.random.default_rng(size).normal(size=size) * 2
   logits[::7] = -np.inf
   keys = jax.random.split(jax.random.key(0), 100_000)
-  drawn = jax.jit(jax.vmap(lambda key: JUDGING.draft(key, jnp.asarray(logits, jnp.float32))))(keys)
+  logits_V = jnp.asarray(logits, jnp.float32)  # an argument: XLA would take minutes to fold constants
+  drawn = jax.jit(jax.vmap(lambda key, logits_V: JUDGING.draft(key, logits_V)[0], in_axes=(0, None)))(keys, logits_V)
+  told = JUDGING.draft(keys[0], logits_V)[1]
   counts = np.bincount(drawn, minlength=size)
   law = np.exp(logits) / np.exp(logits).sum()
   assert counts[law == 0].sum() == 0
+  np.testing.assert_allclose(np.exp(told), law, rtol=1e-5)
   likely = law * 100_000 >= 5
   found, wanted = [*counts[likely], counts[~likely].sum() + 1e-9], [*law[likely], law[~likely].sum() + 1e-14]
   wanted = np.array(wanted) * sum(found) / sum(wanted)
@@ -225,11 +229,11 @@ def test_a_companion_remembers_the_text_and_nothing_it_guessed(kind):
   fresh = start(network, companion, ROWS, LIMITS, drafting(link, drafted(companion, link, None, FREE).init))
   _, cache = model.forward(both, done.context_BL, positions_BT, fresh.cache)
   last_B = jnp.take_along_axis(done.context_BL, kept_B[:, None], axis=1)[:, 0]
-  now, _ = companion.guess(both, last_B, kept_B, done.cache.memory)
-  want, _ = companion.guess(both, last_B, kept_B, cache.memory)
+  now, *_ = companion.guess(both, last_B, kept_B, done.cache.memory)
+  want, *_ = companion.guess(both, last_B, kept_B, cache.memory)
   np.testing.assert_allclose(now, want, rtol=1e-4, atol=1e-4)
   spoiled = done.cache.memory.truncate(kept_B - 2)
-  other, _ = companion.guess(both, last_B, kept_B, spoiled)
+  other, *_ = companion.guess(both, last_B, kept_B, spoiled)
   assert not np.allclose(other, want, rtol=1e-3, atol=1e-3), "negative control: two tokens forgotten"
 
 

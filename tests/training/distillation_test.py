@@ -104,7 +104,7 @@ def test_in_training_a_head_guesses_as_it_does_while_it_drafts():
     memory = cache.memory
     for guess in range(3):
       at = first + guess
-      logits, memory = companion.guess(both, ids[:, at], jnp.array([at]), memory)
+      logits, _, memory = companion.guess(both, ids[:, at], jnp.array([at]), memory)
       np.testing.assert_allclose(logits[0, ::2], said[guess][0, at], rtol=2e-4, atol=2e-4)
   assert not np.allclose(said[1][0, 9], said[0][0, 9], atol=1e-2), "negative control: passes differ"
 

@@ -1,5 +1,6 @@
 """A message arrives as it was sent or not at all; and no peer, dead, silent or foreign, is waited for without bound."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -52,7 +53,14 @@ def sent(*messages) -> bytes:
 def fed(data: bytes, patience=5.0, close=True):
   """What a connection makes of these bytes: its messages, until the stream ends or breaks."""
   near, far = socket.socketpair()
-  writer = threading.Thread(target=lambda: (near.sendall(data), close and near.close()))
+
+  def write():
+    with contextlib.suppress(BrokenPipeError):  # who is sent nonsense hangs up
+      near.sendall(data)
+    if close:
+      near.close()
+
+  writer = threading.Thread(target=write)
   writer.start()
   found = []
   try:

@@ -167,11 +167,11 @@ def draft(key: Key, logits_V: Array) -> tuple[Array, Array]:
   reached = jax.random.uniform(draft_key(key)) * upto_S[-1]
   stretch = jnp.minimum(jnp.sum(upto_S <= reached), jnp.argmax(upto_S))  # the last that adds anything
   weight_W = weight_SW[stretch]
-  within = jnp.sum(jnp.cumsum(weight_W) + upto_S[stretch] - jnp.sum(weight_W) <= reached)
+  before = upto_S[stretch] - jnp.sum(weight_W)
+  within = jnp.minimum(jnp.sum(jnp.cumsum(weight_W) + before <= reached), _STRETCH - 1)
   # Rounding at a border may reach what has no chance: the most probable of the stretch instead.
-  within = jnp.where(weight_W[jnp.minimum(within, _STRETCH - 1)] > 0, within, jnp.argmax(weight_W))
-  token = stretch * _STRETCH + jnp.minimum(within, _STRETCH - 1)
-  return token.astype(jnp.int32), logits_V - log_total
+  within = jnp.where(weight_W[within] > 0, within, jnp.argmax(weight_W))
+  return (stretch * _STRETCH + within).astype(jnp.int32), logits_V - log_total
 
 
 def draft_key(key: Key) -> Key:

@@ -10,7 +10,7 @@ from fixtures import VARIANTS, WINDOW, V, blocks_of, cache_for, prompts, ragged,
 
 from decoder.cache import Cache
 
-CLOSE = dict(rtol=1e-5, atol=1e-5)
+CLOSE = dict(atol=1e-5)
 TOKENS = prompts([24])[0]
 SMALL = blocks_of(7)  # caches below hold several blocks, the last one not whole
 
